@@ -1,0 +1,1 @@
+"""Advantages, losses, corrections and overlong shaping: pure functions of tensors."""

@@ -1,0 +1,560 @@
+"""The run's configuration: recipes (TOML) -> frozen dataclasses -> one resolved JSON in the run folder.
+
+A recipe is read once, where the run is submitted. Everything that a job step needs is in
+`RUN/config.json`; no step reads a recipe or the environment for configuration.
+"""
+
+import dataclasses
+import enum
+import json
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_hpc.errors import ConfigError
+
+
+class Mode(enum.StrEnum):
+    """How rollout and training share time; one switch, the same code paths."""
+
+    COLOCATE = "colocate"
+    ASYNC_ON_POLICY = "async_on_policy"
+    ASYNC = "async"
+    HYBRID = "hybrid"
+
+
+class Layout(enum.StrEnum):
+    """Shape of the Slurm allocation."""
+
+    HET = "het"
+    """One heterogeneous job: each role with its own component (partition, nodes)."""
+    SINGLE = "single"
+    """One homogeneous allocation shared by all roles; the only shape that job arrays can have."""
+
+
+class LauncherKind(enum.StrEnum):
+    """Who starts the job steps."""
+
+    SLURM = "slurm"
+    LOCAL = "local"
+
+
+class EngineKind(enum.StrEnum):
+    """Which inference engine the rollout steps run."""
+
+    EMBEDDED = "embedded"
+    SGLANG = "sglang"
+
+
+class AlgorithmName(enum.StrEnum):
+    """Algorithms that this version trains with."""
+
+    GRPO = "grpo"
+    DAPO = "dapo"
+
+
+class LossAggregation(enum.StrEnum):
+    """What one optimizer step's loss is the mean over."""
+
+    TOKEN = "token"
+    """All response tokens of the step (DAPO, arXiv:2503.14476 sec. 3.3)."""
+    SAMPLE = "sample"
+    """Mean over tokens inside a sample, then over samples (GRPO, arXiv:2402.03300 eq. 3)."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Identity and length of the run."""
+
+    name: str
+    """Name of the run: letters, digits, `_`, `-`, `.`; also the Slurm job name."""
+    mode: Mode = Mode.ASYNC
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    train_steps: int
+    """Optimizer steps of the whole run."""
+    folder: str = "runs"
+    """Parent of the run folder, on the shared file system; relative to where the run is submitted."""
+    init_from: str = ""
+    """`RUN@step`: start from the weights of a checkpoint of another run; empty = `model.path`."""
+
+    def __post_init__(self) -> None:
+        ok = bool(self.name) and all(c.isalnum() or c in "_-." for c in self.name)
+        _require(ok, f"run.name={self.name!r}: use letters, digits, '_', '-' and '.' only")
+        _require(self.train_steps > 0, f"run.train_steps={self.train_steps}: must be > 0")
+        at = self.init_from.rpartition("@")
+        ok = not self.init_from or (bool(at[0]) and at[2].isdigit())
+        _require(ok, f"run.init_from={self.init_from!r}: write RUN_FOLDER@STEP, e.g. runs/a-1@20")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The policy's starting point."""
+
+    path: str
+    """Folder in Hugging Face format (config.json, *.safetensors, tokenizer), readable on all nodes."""
+    dtype: str = "float32"
+    """Parameter dtype of trainer and engine: float32 or bfloat16."""
+
+    def __post_init__(self) -> None:
+        ok = self.dtype in ("float32", "bfloat16")
+        _require(ok, f"model.dtype={self.dtype!r}: valid are float32, bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where prompts come from. A source is a `.jsonl`/`.parquet` file (DAPO-Math-17k schema:
+    `prompt` = message list or string, `label`) or `reasoning_gym:TASK?key=value&...`."""
+
+    train: str
+    eval: str = ""
+    """Source of held-out prompts; empty = no evaluation."""
+    prompt_key: str = "prompt"
+    label_key: str = "label"
+    apply_chat_template: bool = True
+    """False: the prompt's text (the contents of its messages, joined) is tokenized as it is."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load time and counted."""
+    num_train_prompts: int = 1000
+    """Prompts to generate; only for reasoning_gym sources."""
+    num_eval_prompts: int = 0
+    """Prompts used of the eval source; 0 = all (100 for reasoning_gym)."""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.max_prompt_tokens > 0, "data.max_prompt_tokens: must be > 0")
+        _require(self.num_train_prompts > 0, "data.num_train_prompts: must be > 0")
+        _require(self.num_eval_prompts >= 0, "data.num_eval_prompts: must be >= 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """How completions are scored."""
+
+    kind: str = "math"
+    """math (symbolic answer), dapo (score +-1), exact (string equality), reasoning_gym (the task's own score),
+    or the dotted path of a function (see relax_hpc.rewards.reward)."""
+    timeout_s: float = 10.0
+    """Wall-clock limit of one score; beyond it the sample is invalid, with that reason."""
+
+    def __post_init__(self) -> None:
+        _require(self.timeout_s > 0, f"reward.timeout_s={self.timeout_s}: must be > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Objective of the policy update."""
+
+    name: AlgorithmName = AlgorithmName.DAPO
+    clip_low: float = 0.2
+    """Lower clip range of the probability ratio (DAPO eq. 10: epsilon_low)."""
+    clip_high: float = 0.28
+    """Upper clip range (DAPO eq. 10: epsilon_high)."""
+    loss_aggregation: LossAggregation = LossAggregation.TOKEN
+    dynamic_sampling: bool = True
+    """Drop groups whose raw accuracy does not vary; another prompt takes the slot (DAPO eq. 11)."""
+    normalise_by_std: bool = True
+    """Divide group advantages by the group's standard deviation (off: Dr.GRPO, arXiv:2503.20783)."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the reference in the loss; > 0 needs the `ref` role."""
+    entropy_coef: float = 0.0
+    tis_clip: float = 2.0
+    """Upper clip of truncated importance sampling, used when samples may be stale; 0 = off."""
+    overlong_buffer_tokens: int = 0
+    """Soft overlong punishment (DAPO eq. 13): length of the interval below max_response_tokens; 0 = off."""
+    overlong_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        ok = 0 < self.clip_low < 1 and self.clip_high > 0
+        _require(
+            ok,
+            f"algorithm.clip_low={self.clip_low}, clip_high={self.clip_high}: must be in (0, 1) and > 0",
+        )
+        for name in ("kl_coef", "entropy_coef", "tis_clip", "overlong_penalty"):
+            value = getattr(self, name)
+            _require(value >= 0, f"algorithm.{name}={value}: must be >= 0")
+        ok = self.overlong_buffer_tokens >= 0
+        _require(
+            ok, f"algorithm.overlong_buffer_tokens={self.overlong_buffer_tokens}: must be >= 0"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Generation: engines, batch shape and sampling."""
+
+    engine: EngineKind = EngineKind.EMBEDDED
+    num_engines: int = 1
+    """Rollout job steps, one engine each."""
+    engine_tp: int = 1
+    """Tensor parallel ranks (GPUs) of one engine."""
+    groups_per_step: int
+    """Prompts (groups) that one optimizer step trains on."""
+    group_size: int
+    """Samples of one prompt (n)."""
+    max_response_tokens: int
+    max_staleness: int = 1
+    """Train version minus the oldest version among a sample's tokens never exceeds this."""
+    max_concurrent_groups: int = 0
+    """Groups that one engine generates at a time; 0 = its share of the admission capacity."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    """Stop strings besides the end-of-sequence token."""
+    max_tokens_in_cache: int = 20000
+    """KV cache size of a CPU engine, in tokens."""
+    eval_interval: int = 20
+    """Evaluate every this many train steps, before the first and after the last; 0 = never."""
+    eval_samples: int = 1
+    eval_temperature: float = 0.0
+    eval_top_p: float = 1.0
+    eval_max_response_tokens: int = 0
+    """0 = max_response_tokens."""
+    sglang_args: dict[str, str] = dataclasses.field(default_factory=dict)
+    """More `sglang.launch_server` options: {"attention-backend": "fa3"}; an empty value is a flag."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_engines",
+            "engine_tp",
+            "groups_per_step",
+            "group_size",
+            "max_response_tokens",
+            "eval_samples",
+        ):
+            value = getattr(self, name)
+            _require(value > 0, f"rollout.{name}={value}: must be > 0")
+        for name in ("max_staleness", "max_concurrent_groups", "eval_interval"):
+            value = getattr(self, name)
+            _require(value >= 0, f"rollout.{name}={value}: must be >= 0")
+        ok = self.temperature > 0
+        _require(
+            ok,
+            f"rollout.temperature={self.temperature}: must be > 0 (greedy samples teach nothing)",
+        )
+        ok = self.top_p == 1.0 and self.top_k == -1
+        _require(
+            ok,
+            "rollout.top_p/top_k: training samples need top_p=1.0 and top_k=-1, a truncated support "
+            "biases the probability ratio; truncate in evaluation only (eval_top_p)",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Megatron-core: parallelism, optimizer, step shape."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    micro_batch_tokens: int = 8192
+    """Token budget of one packed micro-batch; a longer sample gets one of its own."""
+    chunks_per_step: int = 4
+    """A step is fetched in this many chunks of groups: training starts when the first is complete."""
+    lr: float = 1e-6
+    min_lr: float = -1.0
+    """Learning rate at the last step (linear decay after warm-up); -1 = constant lr."""
+    lr_warmup_steps: int = 0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    recompute: bool = False
+    """Full activation recompute."""
+    save_interval: int = 20
+    """Checkpoint every this many steps and after the last; 0 = only after the last."""
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "micro_batch_tokens", "chunks_per_step"):
+            value = getattr(self, name)
+            _require(value > 0, f"train.{name}={value}: must be > 0")
+        _require(self.lr > 0, f"train.lr={self.lr}: must be > 0")
+        _require(self.keep_checkpoints > 0, "train.keep_checkpoints: must be > 0")
+        _require(self.save_interval >= 0, "train.save_interval: must be >= 0")
+        ok = not self.sequence_parallel or self.tp > 1
+        _require(ok, "train.sequence_parallel=true: needs train.tp > 1")
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that one replica of the model takes: TP x PP x CP."""
+        return self.tp * self.pp * self.cp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoleResources:
+    """What one role gets. With `gpus_per_node > 0` one rank owns one GPU."""
+
+    ranks: int = 1
+    """Processes (train, ref, logprob) or engine ranks (rollout: num_engines x engine_tp)."""
+    nodes: int = 1
+    """Nodes of the role's own component (layout het)."""
+    partition: str = ""
+    """Partition of the component (layout het); empty = resources.partition."""
+    cpus_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "nodes", "cpus_per_rank"):
+            value = getattr(self, name)
+            _require(value > 0, f"resources.*.{name}={value}: must be > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResourcesConfig:
+    """The allocation and who gets what of it."""
+
+    launcher: LauncherKind = LauncherKind.SLURM
+    layout: Layout = Layout.HET
+    site: str = "local"
+    """Site profile: `sbatch/NAME.toml` (fabric prefix, GRES style, modules, requeue policy)."""
+    partition: str = ""
+    """Partition of all roles that name none; empty = the cluster's default."""
+    nodes: int = 1
+    """Nodes of the one allocation (layout single)."""
+    gpus_per_node: int = 0
+    """0: everything runs on CPUs (gloo)."""
+    mem_per_node_gb: int = 0
+    """0 = the partition's default."""
+    time_min: int = 60
+    account: str = ""
+    qos: str = ""
+    train: RoleResources = RoleResources()
+    rollout: RoleResources = RoleResources()
+    dcs: RoleResources = RoleResources()
+    """Component of the dcs leader; empty partition and layout het: it shares the train component."""
+    ref: RoleResources | None = None
+    """None: no reference step."""
+    logprob: RoleResources | None = None
+    """None: log-probs of the old policy are computed inside the train step."""
+
+    def __post_init__(self) -> None:
+        _require(self.nodes > 0, f"resources.nodes={self.nodes}: must be > 0")
+        _require(self.gpus_per_node >= 0, "resources.gpus_per_node: must be >= 0")
+        _require(self.time_min > 0, f"resources.time_min={self.time_min}: must be > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Bounds and deadlines."""
+
+    max_role_restarts: int = 10
+    """Restarts of one step (rollout, dcs, ref, logprob) within the run."""
+    max_train_restarts: int = 3
+    """Restarts of the train step without a new checkpoint in between."""
+    heartbeat_timeout_s: float = 60.0
+    """A member that is silent for this long is restarted."""
+    start_timeout_s: float = 600.0
+    """From the start of a step to its registration."""
+    progress_timeout_s: float = 1800.0
+    """The run ends with an error when no train step completes for this long."""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_timeout_s", "start_timeout_s", "progress_timeout_s"):
+            value = getattr(self, name)
+            _require(value > 0, f"recovery.{name}={value}: must be > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run. Built by `load_recipe`; written to and read from `RUN/config.json`."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig
+    train: TrainConfig = TrainConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+
+    def __post_init__(self) -> None:
+        _check_algorithm(self)
+        _check_staleness(self)
+        _check_parallelism(self)
+        _check_placement(self)
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the train step."""
+        return self.resources.train.ranks // self.train.model_parallel
+
+
+def _check_algorithm(config: Config) -> None:
+    rollout, algorithm = config.rollout, config.algorithm
+    _require(
+        rollout.group_size > 1,
+        f"rollout.group_size={rollout.group_size}: {algorithm.name} compares the samples of a group, "
+        "use 2 or more",
+    )
+    _require(
+        algorithm.overlong_buffer_tokens < rollout.max_response_tokens,
+        f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens}: must be smaller than "
+        f"rollout.max_response_tokens={rollout.max_response_tokens}",
+    )
+    _require(
+        algorithm.kl_coef == 0 or config.resources.ref is not None,
+        f"algorithm.kl_coef={algorithm.kl_coef}: needs a reference, add [resources.ref]",
+    )
+    chunks = config.train.chunks_per_step
+    _require(
+        rollout.groups_per_step % chunks == 0 and rollout.groups_per_step // chunks >= config.dp,
+        f"train.chunks_per_step={chunks}: must divide rollout.groups_per_step={rollout.groups_per_step} "
+        f"and leave at least one group for each of the {config.dp} data parallel ranks",
+    )
+
+
+def _check_staleness(config: Config) -> None:
+    mode, staleness = config.run.mode, config.rollout.max_staleness
+    if mode in (Mode.COLOCATE, Mode.ASYNC_ON_POLICY):
+        _require(
+            staleness == 0,
+            f"rollout.max_staleness={staleness}: mode {mode} trains on fresh samples only, use 0",
+        )
+    else:
+        _require(
+            staleness >= 1, f"rollout.max_staleness={staleness}: mode {mode} needs 1 or more"
+        )
+
+
+def _check_parallelism(config: Config) -> None:
+    train, resources = config.train, config.resources
+    _require(
+        resources.train.ranks % train.model_parallel == 0,
+        f"resources.train.ranks={resources.train.ranks}: must be a multiple of "
+        f"TP x PP x CP = {train.tp} x {train.pp} x {train.cp} = {train.model_parallel}",
+    )
+    _require(
+        config.dp % train.ep == 0 or train.ep == 1,
+        f"train.ep={train.ep}: must divide the data parallel size {config.dp}",
+    )
+    rollout = config.rollout
+    need = rollout.num_engines * rollout.engine_tp
+    _require(
+        resources.rollout.ranks == need,
+        f"resources.rollout.ranks={resources.rollout.ranks}: must be rollout.num_engines x engine_tp "
+        f"= {rollout.num_engines} x {rollout.engine_tp} = {need}",
+    )
+
+
+def _check_placement(config: Config) -> None:
+    resources = config.resources
+    roles = {
+        name: role
+        for name in ("train", "ref", "logprob", "rollout")
+        if (role := getattr(resources, name)) is not None
+    }
+    gpus = resources.gpus_per_node
+    if gpus and resources.layout is Layout.SINGLE and config.run.mode is not Mode.COLOCATE:
+        need = sum(role.ranks for role in roles.values())
+        _require(
+            need <= resources.nodes * gpus,
+            f"resources: {need} ranks ({', '.join(f'{n} {r.ranks}' for n, r in roles.items())}) need as many "
+            f"GPUs, but {resources.nodes} nodes x {gpus} GPUs = {resources.nodes * gpus}",
+        )
+    if resources.layout is Layout.HET:
+        for name, role in roles.items():
+            ok = role.ranks % role.nodes == 0 and (not gpus or role.ranks <= role.nodes * gpus)
+            _require(
+                ok,
+                f"resources.{name}: {role.ranks} ranks do not fit evenly on {role.nodes} nodes"
+                + (f" with {gpus} GPUs each" if gpus else ""),
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading and writing
+# ---------------------------------------------------------------------------------------------
+
+
+def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a recipe, apply `--set a.b=value` overrides and validate.
+
+    Relative paths in `model.path` and `data.*` that exist relative to the recipe's project
+    (the folder above `recipes/`) are kept as written; steps resolve them in the submit folder.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, impossible combination.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise ConfigError(f"recipe {path} does not exist; see recipes/*.toml") from err
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        raise ConfigError(f"recipe {path} cannot be read as TOML: {err}") from err
+    for override in overrides:
+        _apply_override(tree, override)
+    return config_from_tree(tree, where=str(path))
+
+
+def config_from_tree(tree: dict[str, Any], where: str) -> Config:
+    """Build a Config from nested dictionaries; unknown keys are errors that list the valid ones."""
+    _refuse_unknown_keys(tree, Config, "")
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as err:
+        if isinstance(err.__cause__, ConfigError):
+            raise ConfigError(f"{where}: {err.__cause__}") from err
+        raise ConfigError(f"{where}: {err}") from err
+    except ConfigError as err:
+        raise ConfigError(f"{where}: {err}") from err
+
+
+def config_to_json(config: Config) -> str:
+    """Render the resolved configuration, stable and human-readable."""
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
+
+
+def config_from_json(text: str, where: str = "config.json") -> Config:
+    """Read what `config_to_json` wrote."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as err:
+        raise ConfigError(f"{where}: not JSON: {err}") from err
+    return config_from_tree(tree, where)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {override!r}: write section.key=value, e.g. train.lr=1e-6")
+    node = tree
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
+    try:
+        node[parts[-1]] = tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        node[parts[-1]] = text.strip()  # a bare word is a string, as in a shell
+
+
+def _refuse_unknown_keys(tree: dict[str, Any], cls: type, prefix: str) -> None:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{prefix or 'recipe'}: must be a table of keys, is {tree!r}")
+    fields = typing.get_type_hints(cls)
+    for key, value in tree.items():
+        if key not in fields:
+            raise ConfigError(f"{prefix}{key}: unknown key; valid here: {', '.join(sorted(fields))}")
+        inner = _dataclass_of(fields[key])
+        if inner is not None and value is not None:
+            _refuse_unknown_keys(value, inner, f"{prefix}{key}.")
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)

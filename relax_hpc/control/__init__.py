@@ -1,0 +1,1 @@
+"""Who is alive, where, in which incarnation and how far: messages, registry, heartbeats, journal."""

@@ -1,0 +1,1 @@
+"""Live weights: layouts, versions, the store on every node and the coordinator."""

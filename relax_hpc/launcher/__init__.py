@@ -1,0 +1,1 @@
+"""Plan, render, submit and supervise a run."""

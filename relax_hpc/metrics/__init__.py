@@ -1,0 +1,1 @@
+"""Metrics with their reduction, writers and spans."""

@@ -1,0 +1,1 @@
+"""Checkpoints and resume: manifests, retention, verification."""

@@ -1,0 +1,1 @@
+"""Read a run folder back: status, curves."""

@@ -1,0 +1,1 @@
+"""Scores for completions; a failure is invalid with its reason, never a number."""

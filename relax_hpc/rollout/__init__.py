@@ -1,0 +1,1 @@
+"""Engines and the loop that keeps them busy."""

@@ -1,0 +1,129 @@
+"""The run folder: every path of a run, atomic writes, secrets and shared-memory names.
+
+    RUN/config.json            resolved configuration, all that steps read
+    RUN/plan.json              the job steps: role, nodes, ranks, GPUs
+    RUN/state.json             life cycle as the supervisor sees it (status, attempt, cause)
+    RUN/secret/                mode 0700: CURVE keys of the control plane, engine API key (files 0600)
+    RUN/control/               published addresses, one file per service (`NAME.addr`)
+    RUN/journal/               queue and registry journals
+    RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
+    RUN/metrics/               ROLE.jsonl, TensorBoard events
+    RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
+"""
+
+import dataclasses
+import hashlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from relax_hpc.errors import RelaxError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. Creating the object touches nothing on disk."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """Unique id of the run (name of the folder): part of every shm name."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        """The job steps of this run."""
+        return self.path / "plan.json"
+
+    @property
+    def state(self) -> Path:
+        """Life cycle of the run."""
+        return self.path / "state.json"
+
+    @property
+    def secret(self) -> Path:
+        """Folder of keys, mode 0700."""
+        return self.path / "secret"
+
+    @property
+    def control(self) -> Path:
+        """Folder of published addresses."""
+        return self.path / "control"
+
+    @property
+    def journal(self) -> Path:
+        """Folder of journals."""
+        return self.path / "journal"
+
+    @property
+    def metrics(self) -> Path:
+        """Folder of metric files."""
+        return self.path / "metrics"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def logs(self, attempt: int, role: str) -> Path:
+        """Folder of one role's logs in one attempt."""
+        return self.path / "logs" / f"attempt_{attempt}" / role
+
+    def shm(self, node: str) -> Path:
+        """This run's folder in shared memory for one (Slurm) node name.
+
+        Several slurmd may share one host, so the node's name is part of the path. The digest of
+        the whole run path keeps two runs of the same folder name apart.
+        """
+        digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]
+        return Path("/dev/shm") / f"relax-{os.getuid()}-{digest}-{node}"
+
+
+def create_run_folder(parent: Path, name: str) -> RunFolder:
+    """Make a new run folder `NAME-K` with the smallest free K, and its sub-folders."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 100_000):
+        path = parent / f"{name}-{number}"
+        try:
+            path.mkdir(mode=0o755)
+        except FileExistsError:
+            continue
+        folder = RunFolder(path.resolve())
+        for sub in (folder.control, folder.journal, folder.metrics, folder.checkpoints):
+            sub.mkdir()
+        folder.secret.mkdir(mode=0o700)
+        return folder
+    raise RelaxError(f"no free run folder name {name}-1 .. {name}-99999 in {parent}")
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Write tmp + fsync + os.replace: readers see the old file or the whole new one."""
+    payload = data.encode() if isinstance(data, str) else data
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_secret(path: Path, data: bytes | str) -> None:
+    """Write a secret that only the owner can read (mode 0600)."""
+    write_atomic(path, data, mode=0o600)
+
+
+def new_token() -> str:
+    """Return 256 bits of randomness as text."""
+    return secrets.token_urlsafe(32)

@@ -1,0 +1,1 @@
+"""What srun starts: one module per role, wiring only."""

@@ -1,0 +1,1 @@
+"""Nodes, GPUs and switches, and the ranks placed on them."""

@@ -1,0 +1,1 @@
+"""Megatron-core training, Hugging Face weights in and out, the streamed train step."""
