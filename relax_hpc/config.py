@@ -1,4 +1,4 @@
-"""The run's configuration: recipes (TOML) -> frozen dataclasses -> one resolved JSON in the run folder.
+"""The run's configuration: recipe (TOML) -> frozen dataclasses -> one resolved JSON.
 
 A recipe is read once, where the run is submitted. Everything that a job step needs is in
 `RUN/config.json`; no step reads a recipe or the environment for configuration.
@@ -83,9 +83,9 @@ class RunConfig:
     train_steps: int
     """Optimizer steps of the whole run."""
     folder: str = "runs"
-    """Parent of the run folder, on the shared file system; relative to where the run is submitted."""
+    """Parent of the run folder, on the shared file system; relative to the submit folder."""
     init_from: str = ""
-    """`RUN@step`: start from the weights of a checkpoint of another run; empty = `model.path`."""
+    """`RUN@STEP`: start from the weights of another run's checkpoint; empty = `model.path`."""
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "_-." for c in self.name)
@@ -101,7 +101,7 @@ class ModelConfig:
     """The policy's starting point."""
 
     path: str
-    """Folder in Hugging Face format (config.json, *.safetensors, tokenizer), readable on all nodes."""
+    """Hugging Face folder (config.json, *.safetensors, tokenizer), readable on all nodes."""
     dtype: str = "float32"
     """Parameter dtype of trainer and engine: float32 or bfloat16."""
 
@@ -141,8 +141,8 @@ class RewardConfig:
     """How completions are scored."""
 
     kind: str = "math"
-    """math (symbolic answer), dapo (score +-1), exact (string equality), reasoning_gym (the task's own score),
-    or the dotted path of a function (see relax_hpc.rewards.reward)."""
+    """math (symbolic answer), dapo (score +-1), exact (string equality), reasoning_gym (the
+    task's own score), or the dotted path of a function (see relax_hpc.rewards.reward)."""
     timeout_s: float = 10.0
     """Wall-clock limit of one score; beyond it the sample is invalid, with that reason."""
 
@@ -163,21 +163,23 @@ class AlgorithmConfig:
     dynamic_sampling: bool = True
     """Drop groups whose raw accuracy does not vary; another prompt takes the slot (DAPO eq. 11)."""
     normalise_by_std: bool = True
-    """Divide group advantages by the group's standard deviation (off: Dr.GRPO, arXiv:2503.20783)."""
+    """Divide group advantages by their standard deviation (off: Dr.GRPO, arXiv:2503.20783)."""
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference in the loss; > 0 needs the `ref` role."""
     entropy_coef: float = 0.0
     tis_clip: float = 2.0
     """Upper clip of truncated importance sampling, used when samples may be stale; 0 = off."""
     overlong_buffer_tokens: int = 0
-    """Soft overlong punishment (DAPO eq. 13): length of the interval below max_response_tokens; 0 = off."""
+    """Soft overlong punishment (DAPO eq. 13) in the last so many tokens before
+    max_response_tokens; 0 = off."""
     overlong_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         ok = 0 < self.clip_low < 1 and self.clip_high > 0
         _require(
             ok,
-            f"algorithm.clip_low={self.clip_low}, clip_high={self.clip_high}: must be in (0, 1) and > 0",
+            f"algorithm.clip_low={self.clip_low}, clip_high={self.clip_high}: "
+            "must be in (0, 1) and > 0",
         )
         for name in ("kl_coef", "entropy_coef", "tis_clip", "overlong_penalty"):
             value = getattr(self, name)
@@ -221,7 +223,7 @@ class RolloutConfig:
     eval_max_response_tokens: int = 0
     """0 = max_response_tokens."""
     sglang_args: dict[str, str] = dataclasses.field(default_factory=dict)
-    """More `sglang.launch_server` options: {"attention-backend": "fa3"}; an empty value is a flag."""
+    """More `sglang.launch_server` options: {"attention-backend" = "fa3"}; empty value: a flag."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -245,8 +247,8 @@ class RolloutConfig:
         ok = self.top_p == 1.0 and self.top_k == -1
         _require(
             ok,
-            "rollout.top_p/top_k: training samples need top_p=1.0 and top_k=-1, a truncated support "
-            "biases the probability ratio; truncate in evaluation only (eval_top_p)",
+            "rollout.top_p/top_k: training samples need top_p=1.0 and top_k=-1, a truncated "
+            "support biases the probability ratio; truncate in evaluation only (eval_top_p)",
         )
 
 
@@ -262,7 +264,7 @@ class TrainConfig:
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch; a longer sample gets one of its own."""
     chunks_per_step: int = 4
-    """A step is fetched in this many chunks of groups: training starts when the first is complete."""
+    """A step is fetched in this many chunks: training starts when the first is complete."""
     lr: float = 1e-6
     min_lr: float = -1.0
     """Learning rate at the last step (linear decay after warm-up); -1 = constant lr."""
@@ -334,7 +336,7 @@ class ResourcesConfig:
     train: RoleResources = RoleResources()
     rollout: RoleResources = RoleResources()
     dcs: RoleResources = RoleResources()
-    """Component of the dcs leader; empty partition and layout het: it shares the train component."""
+    """Component of the dcs leader (layout het; layout single: the first node)."""
     ref: RoleResources | None = None
     """None: no reference step."""
     logprob: RoleResources | None = None
@@ -397,13 +399,13 @@ def _check_algorithm(config: Config) -> None:
     rollout, algorithm = config.rollout, config.algorithm
     _require(
         rollout.group_size > 1,
-        f"rollout.group_size={rollout.group_size}: {algorithm.name} compares the samples of a group, "
-        "use 2 or more",
+        f"rollout.group_size={rollout.group_size}: {algorithm.name} compares the samples of a "
+        "group, use 2 or more",
     )
     _require(
         algorithm.overlong_buffer_tokens < rollout.max_response_tokens,
-        f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens}: must be smaller than "
-        f"rollout.max_response_tokens={rollout.max_response_tokens}",
+        f"algorithm.overlong_buffer_tokens={algorithm.overlong_buffer_tokens}: must be smaller "
+        f"than rollout.max_response_tokens={rollout.max_response_tokens}",
     )
     _require(
         algorithm.kl_coef == 0 or config.resources.ref is not None,
@@ -412,8 +414,9 @@ def _check_algorithm(config: Config) -> None:
     chunks = config.train.chunks_per_step
     _require(
         rollout.groups_per_step % chunks == 0 and rollout.groups_per_step // chunks >= config.dp,
-        f"train.chunks_per_step={chunks}: must divide rollout.groups_per_step={rollout.groups_per_step} "
-        f"and leave at least one group for each of the {config.dp} data parallel ranks",
+        f"train.chunks_per_step={chunks}: must divide "
+        f"rollout.groups_per_step={rollout.groups_per_step} and leave at least one group for "
+        f"each of the {config.dp} data parallel ranks",
     )
 
 
@@ -425,9 +428,7 @@ def _check_staleness(config: Config) -> None:
             f"rollout.max_staleness={staleness}: mode {mode} trains on fresh samples only, use 0",
         )
     else:
-        _require(
-            staleness >= 1, f"rollout.max_staleness={staleness}: mode {mode} needs 1 or more"
-        )
+        _require(staleness >= 1, f"rollout.max_staleness={staleness}: mode {mode} needs 1 or more")
 
 
 def _check_parallelism(config: Config) -> None:
@@ -445,8 +446,8 @@ def _check_parallelism(config: Config) -> None:
     need = rollout.num_engines * rollout.engine_tp
     _require(
         resources.rollout.ranks == need,
-        f"resources.rollout.ranks={resources.rollout.ranks}: must be rollout.num_engines x engine_tp "
-        f"= {rollout.num_engines} x {rollout.engine_tp} = {need}",
+        f"resources.rollout.ranks={resources.rollout.ranks}: must be rollout.num_engines x "
+        f"engine_tp = {rollout.num_engines} x {rollout.engine_tp} = {need}",
     )
 
 
@@ -462,8 +463,8 @@ def _check_placement(config: Config) -> None:
         need = sum(role.ranks for role in roles.values())
         _require(
             need <= resources.nodes * gpus,
-            f"resources: {need} ranks ({', '.join(f'{n} {r.ranks}' for n, r in roles.items())}) need as many "
-            f"GPUs, but {resources.nodes} nodes x {gpus} GPUs = {resources.nodes * gpus}",
+            f"resources: {need} ranks ({_ranks(roles)}) need as many GPUs, but "
+            f"{resources.nodes} nodes x {gpus} GPUs = {resources.nodes * gpus}",
         )
     if resources.layout is Layout.HET:
         for name, role in roles.items():
@@ -473,6 +474,10 @@ def _check_placement(config: Config) -> None:
                 f"resources.{name}: {role.ranks} ranks do not fit evenly on {role.nodes} nodes"
                 + (f" with {gpus} GPUs each" if gpus else ""),
             )
+
+
+def _ranks(roles: dict[str, RoleResources]) -> str:
+    return ", ".join(f"{name} {role.ranks}" for name, role in roles.items())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -549,7 +554,9 @@ def _refuse_unknown_keys(tree: dict[str, Any], cls: type, prefix: str) -> None:
     fields = typing.get_type_hints(cls)
     for key, value in tree.items():
         if key not in fields:
-            raise ConfigError(f"{prefix}{key}: unknown key; valid here: {', '.join(sorted(fields))}")
+            raise ConfigError(
+                f"{prefix}{key}: unknown key; valid here: {', '.join(sorted(fields))}"
+            )
         inner = _dataclass_of(fields[key])
         if inner is not None and value is not None:
             _refuse_unknown_keys(value, inner, f"{prefix}{key}.")

@@ -1,1 +1,1 @@
-"""Who is alive, where, in which incarnation and how far: messages, registry, heartbeats, journal."""
+"""Who is alive, where and how far: messages, registry, heartbeats, journal."""

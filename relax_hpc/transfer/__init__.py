@@ -1,1 +1,1 @@
-"""The transfer queue: rows x fields x tasks, payload in shared memory, metadata in one controller."""
+"""The transfer queue: rows x fields x tasks; payload in shared memory, metadata in one place."""

@@ -1,0 +1,104 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config import Layout, Mode, config_from_json, config_to_json, load_recipe
+from relax_hpc.errors import ConfigError
+
+RECIPE = """
+[run]
+name = "unit"
+train_steps = 3
+[model]
+path = "models/tiny"
+[data]
+train = "train.jsonl"
+[rollout]
+groups_per_step = 8
+group_size = 4
+max_response_tokens = 32
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "unit.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_defaults_and_round_trip(recipe: Path) -> None:
+    config = load_recipe(recipe)
+    assert config.run.mode is Mode.ASYNC
+    assert config.resources.layout is Layout.HET
+    assert config.dp == 1
+    assert config_from_json(config_to_json(config)) == config
+
+
+def test_overrides_keep_types(recipe: Path) -> None:
+    config = load_recipe(
+        recipe, ["train.lr=3e-4", "run.mode=async_on_policy", "rollout.max_staleness=0"]
+    )
+    assert config.train.lr == 3e-4
+    assert config.run.mode is Mode.ASYNC_ON_POLICY
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.group_sise=4", "unknown key; valid here"),
+        ("nosuch.key=1", "nosuch: unknown key"),
+        ("run=3", "write section.key=value"),
+        ("run.name.x=3", "is a value, not a section"),
+        ("run.train_steps=0", "run.train_steps=0: must be > 0"),
+        ("run.train_steps=many", "Expected `int`"),
+        ("run.mode=sideways", "Invalid enum value"),
+        ("rollout.group_size=1", "use 2 or more"),
+        ("algorithm.overlong_buffer_tokens=32", "must be smaller than rollout.max_response_tokens"),
+        ("rollout.max_staleness=0", "mode async needs 1 or more"),
+        ("run.mode=async_on_policy", "trains on fresh samples only"),
+        ("train.tp=2", "must be a multiple of TP x PP x CP"),
+        ("rollout.num_engines=2", "must be rollout.num_engines x engine_tp"),
+        ("train.chunks_per_step=3", "must divide rollout.groups_per_step"),
+        ("algorithm.kl_coef=0.1", "needs a reference"),
+        ("rollout.top_p=0.7", "biases the probability ratio"),
+        ("rollout.temperature=0", "greedy samples teach nothing"),
+        ("train.sequence_parallel=true", "needs train.tp > 1"),
+        ("run.init_from=runs/a", "write RUN_FOLDER@STEP"),
+        ("run.name='a b'", "use letters, digits"),
+        ("model.dtype=float8", "valid are float32, bfloat16"),
+    ],
+)
+def test_impossible_values_say_what_is_valid(recipe: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)) as error:
+        load_recipe(recipe, [override])
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "[run", "\x00", "run = 3", "[run]\nname = 'x'\n"])
+def test_garbage_recipes_are_config_errors(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.toml|run"):
+        load_recipe(path)
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_gpu_count_of_a_single_allocation(recipe: Path) -> None:
+    single = [
+        "resources.layout=single",
+        "resources.gpus_per_node=8",
+        "resources.nodes=2",
+        "resources.train.ranks=4",
+        "resources.rollout.ranks=12",
+        "rollout.num_engines=12",
+        "train.chunks_per_step=2",
+    ]
+    assert load_recipe(recipe, single).dp == 4
+    with pytest.raises(ConfigError, match="17 ranks"):
+        load_recipe(recipe, [*single, "resources.rollout.ranks=13", "rollout.num_engines=13"])
