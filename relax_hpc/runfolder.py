@@ -1,14 +1,14 @@
 """The run folder: every path of a run, atomic writes, secrets and shared-memory names.
 
-    RUN/config.json            resolved configuration, all that steps read
-    RUN/plan.json              the job steps: role, nodes, ranks, GPUs
-    RUN/state.json             life cycle as the supervisor sees it (status, attempt, cause)
-    RUN/secret/                mode 0700: CURVE keys of the control plane, engine API key (files 0600)
-    RUN/control/               published addresses, one file per service (`NAME.addr`)
-    RUN/journal/               queue and registry journals
-    RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
-    RUN/metrics/               ROLE.jsonl, TensorBoard events
-    RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
+RUN/config.json            resolved configuration, all that steps read
+RUN/plan.json              the job steps: role, nodes, ranks, GPUs
+RUN/state.json             life cycle as the supervisor sees it (status, attempt, cause)
+RUN/secret/                mode 0700: CURVE keys of the control plane, engine API key (files 0600)
+RUN/control/               published addresses, one file per service (`NAME.addr`)
+RUN/journal/               queue and registry journals
+RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
+RUN/metrics/               ROLE.jsonl, TensorBoard events
+RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def create_run_folder(parent: Path, name: str) -> RunFolder:
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Write tmp + fsync + os.replace: readers see the old file or the whole new one."""
+    """Write tmp + fsync + rename: readers see the old file or the whole new one."""
     payload = data.encode() if isinstance(data, str) else data
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -113,7 +113,7 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -1,0 +1,232 @@
+"""RPC: real sockets, restarts, strangers, stale incarnations, typed errors, garbage."""
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from relax_hpc.control.identity import Identity
+from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer, create_keys
+from relax_hpc.errors import (
+    ControlError,
+    DeadlineError,
+    RelaxError,
+    StaleIncarnationError,
+    TransferError,
+)
+from relax_hpc.runfolder import RunFolder, create_run_folder
+
+
+class Number(msgspec.Struct):
+    value: int
+
+
+async def _double(caller: Caller, request: Number) -> Number:
+    return Number(2 * request.value)
+
+
+async def _refuse(caller: Caller, request: Empty) -> None:
+    raise TransferError("no such row")
+
+
+async def _crash(caller: Caller, request: Empty) -> None:
+    raise ZeroDivisionError("bug")
+
+
+async def _never(caller: Caller, request: Empty) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = create_run_folder(tmp_path, "a run 'quoted'")
+    create_keys(run)
+    return run
+
+
+def _identity(folder: RunFolder, **changes: object) -> Identity:
+    base = Identity(run=folder, role="train", node="n1", address_prefix="127.")
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def _serve(folder: RunFolder, **changes: object) -> RpcServer:
+    server = RpcServer(folder, "echo", _identity(folder, role="dcs", **changes))
+    server.register("double", Number, _double)
+    server.register("refuse", Empty, _refuse)
+    server.register("crash", Empty, _crash)
+    server.register("never", Empty, _never)
+    server.start_thread()
+    return server
+
+
+def _double_of(client: RpcClient, value: int, timeout_s: float = 20.0) -> int:
+    return client.call("double", Number(value), Number, timeout_s=timeout_s, why="test").value
+
+
+def test_many_threads_get_their_own_replies(folder: RunFolder) -> None:
+    server = _serve(folder)
+    client = RpcClient(folder, "echo", _identity(folder))
+    wrong: list[int] = []
+
+    def work(start: int) -> None:
+        wrong.extend(i for i in range(start, start + 50) if _double_of(client, i) != 2 * i)
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    client.close()
+    server.stop()
+
+
+def test_errors_travel_by_type(folder: RunFolder) -> None:
+    server = _serve(folder)
+    client = RpcClient(folder, "echo", _identity(folder))
+    with pytest.raises(TransferError, match="no such row"):
+        client.call("refuse", Empty(), Empty, timeout_s=10, why="test")
+    with pytest.raises(ControlError, match="ZeroDivisionError"):
+        client.call("crash", Empty(), Empty, timeout_s=10, why="test")
+    with pytest.raises(ControlError, match="no method 'nothing'"):
+        client.call("nothing", Empty(), Empty, timeout_s=10, why="test")
+    with pytest.raises(ControlError, match="bad request"):
+        client.call(
+            "double",
+            Caller(role="x", index=0, rank=0, incarnation=1, attempt=1),
+            Number,
+            timeout_s=10,
+            why="test",
+        )
+    assert _double_of(client, 4) == 8
+    server.stop()
+
+
+def test_deadline_names_what_was_waited_for(folder: RunFolder) -> None:
+    client = RpcClient(folder, "echo", _identity(folder))
+    with pytest.raises(DeadlineError, match=r"echo\.double.*0\.1 s.*test.*no address"):
+        _double_of(client, 1, timeout_s=0.1)
+    server = _serve(folder)
+    with pytest.raises(DeadlineError, match=r"echo\.never.*tcp://127"):
+        client.call("never", Empty(), Empty, timeout_s=0.3, why="a reply that never comes")
+    assert _double_of(client, 3) == 6, "a late reply must not answer the next call"
+    server.stop()
+
+
+def test_call_in_flight_survives_a_restart(folder: RunFolder) -> None:
+    first = _serve(folder)
+    client = RpcClient(folder, "echo", _identity(folder))
+    assert _double_of(client, 1) == 2
+    hung = RpcServer(folder, "echo", _identity(folder, role="dcs", incarnation=2))
+    hung.register("double", Number, _never)
+    first.stop()
+    hung.start_thread()
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(_double_of(client, 21, 30)))
+    thread.start()
+    third = _serve(folder, incarnation=3)  # replaces the address while the call waits
+    thread.join()
+    assert result == [42]
+    hung.stop()
+    assert _double_of(client, 5) == 10, "the older server's end must not remove the newer address"
+    third.stop()
+
+
+def test_older_incarnations_are_refused(folder: RunFolder) -> None:
+    server = _serve(folder)
+    newer: list[int] = []
+    server.on_newer(lambda caller: newer.append(caller.incarnation))
+    old = RpcClient(folder, "echo", _identity(folder, incarnation=1))
+    new = RpcClient(folder, "echo", _identity(folder, incarnation=2))
+    assert _double_of(old, 1) == 2
+    assert _double_of(new, 1) == 2
+    assert newer == [1, 2]
+    with pytest.raises(StaleIncarnationError, match="train/0 attempt 1 incarnation 1 was"):
+        _double_of(old, 1)
+    other = RpcClient(folder, "echo", _identity(folder, role="rollout", index=3))
+    assert _double_of(other, 1) == 2, "other roles are not concerned"
+    server.stop()
+
+
+def test_older_attempts_are_refused_both_ways(folder: RunFolder) -> None:
+    stale_server = _serve(folder)
+    waiting = RpcClient(folder, "echo", _identity(folder, attempt=2))
+    with pytest.raises(DeadlineError):
+        _double_of(waiting, 1, timeout_s=0.2)  # never talks to the service of attempt 1
+    server = _serve(folder, attempt=2)
+    assert _double_of(waiting, 1) == 2
+    late = RpcClient(folder, "echo", _identity(folder, attempt=1))
+    with pytest.raises(StaleIncarnationError):
+        _double_of(late, 1)
+    with pytest.raises(ControlError, match="did not start"):
+        _serve(folder, attempt=1)
+    stale_server.stop()
+    server.stop()
+
+
+_STRANGER = """
+import sys, zmq
+context = zmq.Context()
+socket = context.socket(zmq.DEALER)
+socket.linger = 0
+if sys.argv[2] != "plain":
+    public, secret = zmq.curve_keypair()
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_serverkey = sys.argv[2].encode()
+socket.connect(sys.argv[1])
+socket.send_multipart([b"00000001", b"x", b"y"])
+print(socket.poll(1500))
+"""
+
+
+def test_strangers_get_nothing(folder: RunFolder) -> None:
+    server = _serve(folder)
+    server_public = msgspec.json.decode((folder.secret / "curve.json").read_bytes())
+    for key in ("plain", zmq.curve_keypair()[0].decode(), server_public["server_public"]):
+        command = [sys.executable, "-c", _STRANGER, server.address, key]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert run.stdout.strip() == "0", f"stranger with key {key!r} got an answer"
+    client = RpcClient(folder, "echo", _identity(folder))
+    assert _double_of(client, 2) == 4
+    server.stop()
+
+
+def test_keys_are_private_and_kept(folder: RunFolder, tmp_path: Path) -> None:
+    path = folder.secret / "curve.json"
+    before = path.read_bytes()
+    create_keys(folder)
+    assert path.read_bytes() == before
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    with pytest.raises(ControlError, match="chmod 600"):
+        RpcClient(folder, "echo", _identity(folder))
+    path.unlink()
+    with pytest.raises(ControlError, match="cannot read the keys"):
+        RpcClient(folder, "echo", _identity(folder))
+
+
+def test_garbage_frames_do_not_stop_the_service(folder: RunFolder) -> None:
+    server = _serve(folder)
+    client = RpcClient(folder, "echo", _identity(folder))
+    assert _double_of(client, 1) == 2
+    connection = client._free[0]
+    connection.socket.send_multipart([b"1"])
+    connection.socket.send_multipart([b"00000001", b"\xc1garbage", b"\xff"])
+    assert connection.socket.poll(10_000)
+    assert connection.socket.recv_multipart()[1] == b"error"
+    assert _double_of(client, 2) == 4
+    server.stop()
+
+
+def test_error_types_that_are_not_ours_become_control_errors() -> None:
+    from relax_hpc.control.rpc import _ErrorReply, _typed_error
+
+    assert type(_typed_error(_ErrorReply("SystemExit", "x"))) is ControlError
+    assert type(_typed_error(_ErrorReply("require_extra", "x"))) is ControlError
+    assert isinstance(_typed_error(_ErrorReply("WeightSyncError", "x")), RelaxError)
