@@ -37,13 +37,13 @@ class GenerateRequest:
     """-1 = all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, all of them: an engine adds none of its own (an evaluation
-    that ignores the end-of-sequence token passes none). The stop token stays in the completion."""
+    that ignores the end of sequence passes none). The stop token stays in the completion."""
     seed: int = 0
-    """In [0, 2**63). Equal seed, prompt and weights give the equal completion, whatever else runs."""
+    """In [0, 2**63). Equal seed, prompt and weights give the equal completion in any company."""
 
 
 class WeightTensor(typing.Protocol):
-    """One whole canonical (Hugging Face) tensor in host memory, as the weight service hands it out."""
+    """One whole canonical (Hugging Face) tensor in host memory, as the weight service gives it."""
 
     @property
     def dtype(self) -> str:
@@ -94,7 +94,7 @@ class Engine(typing.Protocol):
     async def update_weights(self, version: int, tensors: Mapping[str, WeightTensor]) -> None:
         """Serve a whole version, or stay with the old one.
 
-        Pauses, verifies (names, shapes, and that the bytes arrived), swaps, goes on: running requests
+        Pauses, verifies (names, shapes, all bytes arrived), swaps, goes on: running requests
         continue and their later tokens carry the new version; keys and values of the old weights
         serve no new request. A version older than the served one (the trainer was rolled back) ends
         the running requests with reason abort.
@@ -105,7 +105,7 @@ class Engine(typing.Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a running request with reason abort; unknown ids are ignored (it may just have ended)."""
+        """End a running request with reason abort; unknown ids are ignored (it may have ended)."""
         ...
 
     async def healthy(self) -> bool:
