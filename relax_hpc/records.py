@@ -7,6 +7,7 @@ A *row* is one sample; its *fields* are arrays that different roles put when the
 import dataclasses
 import enum
 import typing
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,20 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     """Truncated: the only reason that means truncated."""
     ABORT = "abort"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One row of a data set, tokenized. Rewards get the whole record."""
+
+    token_ids: list[int]
+    """Chat template applied; what the engine gets, never re-tokenized."""
+    label: str
+    """Right answer."""
+    text: str
+    """Contents of the messages, joined; for people and reports."""
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Other columns of the row; `reasoning_gym` tasks: what the scorer needs to find the entry."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
