@@ -1,0 +1,1 @@
+"""relax_hpc's code inside SGLang's processes (main, schedulers, detokenizer)."""
