@@ -33,7 +33,7 @@ from relax_hpc.dcs.layout import Box, TensorSpec
 from relax_hpc.dcs.layout import HostTensor as HostTensor  # the type that fetch returns
 from relax_hpc.dcs.store import ShardManifest, VersionId, WeightStore, verify_shard
 from relax_hpc.dcs.versions import Committed, specs_digest
-from relax_hpc.errors import DeadlineError, WeightSyncError
+from relax_hpc.errors import DeadlineError, StaleIncarnationError, WeightSyncError
 from relax_hpc.log import kv
 
 _log = logging.getLogger(__name__)
@@ -97,30 +97,36 @@ class WeightPublisher:
         started = time.monotonic()
         number = VersionId(self._identity.incarnation, version)
         manifest = self._store.write_shard(number, shard_rank, pieces)
-        write_s = time.monotonic() - started
         all_specs = list(specs)
-        digest = specs_digest(all_specs)
-        deadline = time.monotonic() + timeout_s
-        for sent in (None, all_specs):
+        request = Announce(
+            manifest=manifest,
+            num_shards=num_shards,
+            specs_digest=specs_digest(all_specs),
+            specs=None,
+            write_s=time.monotonic() - started,
+            timeout_s=timeout_s,
+        )
+        try:
+            self._announce(request, all_specs)
+        except (WeightSyncError, StaleIncarnationError):
+            self._store.discard_shard(number, shard_rank)
+            raise
+        return number
+
+    def _announce(self, request: Announce, specs: list[TensorSpec]) -> None:
+        """Announce without the specs, and again with them when the coordinator wants them."""
+        manifest, deadline = request.manifest, time.monotonic() + request.timeout_s
+        why = f"publishing {manifest.version}, shard rank {manifest.rank} of {request.num_shards}"
+        while True:
             left_s = max(deadline - time.monotonic(), 1.0)
-            request = Announce(
-                manifest=manifest,
-                num_shards=num_shards,
-                specs_digest=digest,
-                specs=sent,
-                write_s=write_s,
-                timeout_s=left_s,
-            )
-            reply = self._rpc.call(
-                "announce",
-                request,
-                Announced,
-                timeout_s=left_s + _GRACE_S,
-                why=f"publishing {number} as shard rank {shard_rank} of {num_shards}",
-            )
+            request = msgspec.structs.replace(request, timeout_s=left_s)
+            call_s = left_s + _GRACE_S
+            reply = self._rpc.call("announce", request, Announced, timeout_s=call_s, why=why)
             if not reply.needs_specs:
-                return number
-        raise WeightSyncError(f"weights {number}: the coordinator asked for specs that it was sent")
+                return
+            if request.specs is not None:
+                raise WeightSyncError(f"{why}: the coordinator asked for specs that it was sent")
+            request = msgspec.structs.replace(request, specs=specs)
 
 
 class WeightSubscriber:

@@ -111,7 +111,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Garbage(msgspec.Struct, frozen=True):
-    """Versions that the node can delete; empty at the deadline."""
+    """Versions that the node can delete. Empty: list anew and ask again."""
 
     versions: list[VersionId]
 
@@ -253,11 +253,14 @@ class WeightCoordinator:
         return Done()
 
     async def _sweep(self, _: Caller, request: Sweep) -> Garbage:
-        def has_garbage() -> bool:
-            return bool(self.table.garbage(request.present))
-
         await self._retire()  # leases may have run out since the last commit
-        await self._wait(has_garbage, request.timeout_s)
+        before = self.table.num_retirements
+
+        def is_worth_a_look() -> bool:  # what retired may be younger than the list of the node
+            has_garbage = bool(self.table.garbage(request.present))
+            return has_garbage or self.table.num_retirements != before
+
+        await self._wait(is_worth_a_look, request.timeout_s)
         return Garbage(self.table.garbage(request.present))
 
     async def _retire(self) -> None:

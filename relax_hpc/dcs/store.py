@@ -162,6 +162,12 @@ class WeightStore:
         except FileNotFoundError as err:
             raise self._gone(version, rank) from err
 
+    def discard_shard(self, version: VersionId, rank: int) -> None:
+        """Unlink a shard of ours that was refused."""
+        self.path(version, rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others have shards in it: then it stays
+            (self.root / version.folder_name).rmdir()
+
     def versions(self) -> list[VersionId]:
         """Versions that have a folder here, committed or not, oldest first."""
         if not self.root.is_dir():

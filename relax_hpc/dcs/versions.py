@@ -69,6 +69,8 @@ class VersionTable:
         self._leases: dict[str, _Lease] = {}
         self._refused: dict[VersionId, str] = {}  # and withdrawn ones: why
         self._incarnation = 0  # highest one that announced a shard
+        self.num_retirements = 0
+        """Grows whenever something became garbage."""
 
     def restore(self, committed: Iterable[Committed]) -> None:
         """Serve versions of an earlier life of the coordinator.
@@ -156,7 +158,9 @@ class VersionTable:
         if not self.check_announce(manifest, num_shards):
             return None
         version = manifest.version
-        self._incarnation = version.incarnation
+        if version.incarnation > self._incarnation:
+            self._incarnation = version.incarnation
+            self.num_retirements += 1  # what the older incarnation did not finish
         self._pending = {
             v: p for v, p in self._pending.items() if v.incarnation == version.incarnation
         }
@@ -189,6 +193,7 @@ class VersionTable:
         gone = [v for v in self._committed if v not in keep]
         for version in gone:
             del self._committed[version]
+        self.num_retirements += len(gone)
         return gone
 
     def acquire(self, version: VersionId, lease: str) -> Committed:
@@ -213,6 +218,7 @@ class VersionTable:
     def withdraw(self, version: VersionId, reason: str) -> bool:
         """Serve a version no more, because a shard is lost or corrupt. False: it was not served."""
         self._refused[version] = f"weights {version} were withdrawn: {reason}"
+        self.num_retirements += 1
         return self._committed.pop(version, None) is not None
 
     def garbage(self, present: Iterable[VersionId]) -> list[VersionId]:
@@ -261,6 +267,7 @@ class VersionTable:
         except WeightSyncError as err:
             del self._pending[version]
             self._refused[version] = f"weights {version} refused: {err}"
+            self.num_retirements += 1
             raise WeightSyncError(self._refused[version]) from err
         return Committed(
             version=version,
