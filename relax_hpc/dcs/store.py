@@ -24,6 +24,7 @@ from relax_hpc.dcs.layout import Box, itemsize
 from relax_hpc.errors import WeightSyncError
 from relax_hpc.log import kv
 from relax_hpc.runfolder import RunFolder
+from relax_hpc.transfer.shm import open_shm_folder
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +103,11 @@ class WeightStore:
 
         Raises:
             WeightSyncError: wrong size of an array, or /dev/shm is full. Nothing is committed.
+            TransferError: somebody else owns the folder in /dev/shm.
         """
-        place = self.root / version.folder_name
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        open_shm_folder(self.root.parent)
+        open_shm_folder(self.root)
+        place = open_shm_folder(self.root / version.folder_name)
         temporary = place / f".rank-{rank}.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600)
