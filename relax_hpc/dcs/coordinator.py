@@ -107,6 +107,10 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     present: list[VersionId]
+    """Listed after the last reply came."""
+    seen: int
+    """`Garbage.num_retirements` of the last reply; -1 at first. What retired since then may be
+    younger than the list, so the node is told to list anew."""
     timeout_s: float
 
 
@@ -114,6 +118,7 @@ class Garbage(msgspec.Struct, frozen=True):
     """Versions that the node can delete. Empty: list anew and ask again."""
 
     versions: list[VersionId]
+    num_retirements: int
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -253,15 +258,13 @@ class WeightCoordinator:
         return Done()
 
     async def _sweep(self, _: Caller, request: Sweep) -> Garbage:
-        await self._retire()  # leases may have run out since the last commit
-        before = self.table.num_retirements
-
-        def is_worth_a_look() -> bool:  # what retired may be younger than the list of the node
+        def is_worth_a_look() -> bool:
             has_garbage = bool(self.table.garbage(request.present))
-            return has_garbage or self.table.num_retirements != before
+            return has_garbage or self.table.num_retirements != request.seen
 
+        await self._retire()  # leases may have run out since the last commit
         await self._wait(is_worth_a_look, request.timeout_s)
-        return Garbage(self.table.garbage(request.present))
+        return Garbage(self.table.garbage(request.present), self.table.num_retirements)
 
     async def _retire(self) -> None:
         for version in self.table.retire():

@@ -52,9 +52,13 @@ class WeightKeeper:
 
     def _sweep_forever(self) -> None:
         rpc = RpcClient(self._identity.run, SERVICE, self._identity)
+        seen = -1
         while not self._stopping.is_set():
             request = Sweep(
-                node=self._identity.node, present=self._store.versions(), timeout_s=_SWEEP_S
+                node=self._identity.node,
+                present=self._store.versions(),
+                seen=seen,
+                timeout_s=_SWEEP_S,
             )
             try:
                 garbage = rpc.call(
@@ -64,6 +68,7 @@ class WeightKeeper:
                 _log.warning("no word of retired weights %s", kv(reason=err))
                 self._stopping.wait(5.0)
                 continue
+            seen = garbage.num_retirements
             for version in garbage.versions:
                 if not self._stopping.is_set():
                     self._store.remove(version)
