@@ -168,7 +168,7 @@ def parse_collection(text: str) -> tuple[str, list[str]] | None:
     items = split_commas(text)
     if len(items) > 1:
         return ",", items
-    if text[0] in "([" and text[-1] in ")]":
+    if text.startswith(("(", "[")) and text.endswith((")", "]")):
         items = split_commas(text[1:-1])
         return (text[0] + text[-1], items) if len(items) > 1 else None
     return None
