@@ -1,0 +1,307 @@
+"""The train loop: chunks of rows in, optimizer steps and weight versions out.
+
+    transfer queue                     train step (all ranks)                     weight service
+    --------------                     ----------------------                     --------------
+    begin_train(N)    <--- rank 0 ---- resume from checkpoint N (0: the HF model)
+                                       publish version N  ----------------------> engines start
+    take_chunk(N, i)  ---- rows -----> for chunk i of step N:
+      waits until the chunk's groups     share rows in the replica, advantages,
+      are complete; unblocked by the     micro-batches, forward/backward (sums)
+      rollout steps' put_group         after the last chunk:
+    complete_step(N)  <--- rank 0 ----   divide by the true count, update
+      frees slots: unblocks admission    publish version N+1 -------------------> engines update
+      of later prompts                   checkpoint, now and then
+
+Waits of this loop: `take_chunk` (leaders; for rollout), the broadcast inside a replica (other
+ranks; for their leader), reductions over all ranks (for the slowest), `publish` (for the ranks of
+replica 0). Collectives time out later than `take_chunk`, so the first error is the one with the
+cause. Nobody knows how many micro-batches a chunk has before it arrives: replicas align their
+counts by a maximum and fill up with micro-batches of weight zero.
+"""
+
+import dataclasses
+import logging
+import time
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from relax_hpc.algorithms.advantages import group_advantages
+from relax_hpc.config import Config, TrainConfig
+from relax_hpc.dcs.layout import Box, TensorSpec
+from relax_hpc.errors import RelaxError
+from relax_hpc.log import kv
+from relax_hpc.records import Chunk, Row
+from relax_hpc.trainer.backend import Backend
+from relax_hpc.trainer.micro_batch import MicroBatch, build_micro_batch, cut_rows
+from relax_hpc.trainer.objective import Objective
+from relax_hpc.trainer.step_stats import StepStats
+
+_log = logging.getLogger(__name__)
+
+_SHOWN = (
+    "loss",
+    "reward_mean",
+    "accuracy_mean",
+    "grad_norm",
+    "logprob_diff_mean",
+    "staleness_max",
+    "tokens_per_s",
+    "step_s",
+    "wait_s",
+)
+"""Metrics of the line that the log gets per step; all are in RUN/metrics."""
+
+
+class QueueState(typing.Protocol):
+    """What the loop logs of the queue's status."""
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were admitted and not yet trained."""
+        ...
+
+    @property
+    def ready(self) -> int:
+        """Groups of these that are complete and not yet taken."""
+        ...
+
+
+class TrainQueue(typing.Protocol):
+    """The transfer queue as the train step uses it (relax_hpc.transfer)."""
+
+    def begin_train(self, step: int) -> object:
+        """Say that training (re)starts at this step; later results are taken back."""
+        ...
+
+    def take_chunk(
+        self, step: int, index: int, dp_rank: int, dp_size: int, timeout_s: float
+    ) -> Chunk:
+        """Wait for this replica's share of a chunk."""
+        ...
+
+    def complete_step(self, step: int) -> object:
+        """Acknowledge all rows of the step after the optimizer step."""
+        ...
+
+    def status(self) -> QueueState:
+        """Describe the queue now."""
+        ...
+
+
+class Publisher(typing.Protocol):
+    """The weight service as the train step uses it (relax_hpc.dcs)."""
+
+    def publish(
+        self,
+        version: int,
+        pieces: Iterable[tuple[Box, str, np.ndarray]],
+        specs: Sequence[TensorSpec],
+        num_shards: int,
+        shard_rank: int,
+    ) -> object:
+        """Publish this rank's shard of a version."""
+        ...
+
+
+class Keeper(typing.Protocol):
+    """Checkpoints; see checkpointing.CheckpointKeeper."""
+
+    def save(self, step: int, with_hf: bool) -> object:
+        """Write a checkpoint."""
+        ...
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint; return its step or 0."""
+        ...
+
+
+class Reporter(typing.Protocol):
+    """Where rank 0 tells how far it is."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics of a step."""
+        ...
+
+    def progress(self, **values: int | float | str) -> None:
+        """Report progress to the control plane."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainServices:
+    """What the loop talks to. `queue` is used on leaders only, `reporter` on rank 0 only."""
+
+    queue: TrainQueue
+    publisher: Publisher
+    keeper: Keeper
+    reporter: Reporter
+    wants_stop: typing.Callable[[], bool] = lambda: False
+    """Asked once per step: True = save and return early (a preemption signal arrived)."""
+
+
+class TrainLoop:
+    """Runs the train step of a run to its last optimizer step. One object per rank."""
+
+    def __init__(self, config: Config, backend: Backend, services: TrainServices) -> None:
+        self._config, self._backend, self._services = config, backend, services
+        self._objective = Objective.from_config(config)
+        self._place = backend.place
+        self._saved_at = -1
+
+    def run(self) -> bool:
+        """Train until `run.train_steps`. Collective over the role's ranks.
+
+        Returns:
+            True: the run is complete. False: asked to stop; a checkpoint was saved.
+        """
+        step = self._services.keeper.resume()
+        total = self._config.run.train_steps
+        if self._place.global_rank == 0:
+            self._services.queue.begin_train(step)
+        # Nobody takes a chunk, or serves weights, before the queue knows where training restarts.
+        self._backend.sum_over_ranks(np.zeros(1))
+        self._publish(step)
+        while step < total:
+            should_stop = self._train_step(step)
+            step += 1
+            if should_stop and step < total:
+                self._save(step, with_hf=False)
+                return False
+        self._save(step, with_hf=True)
+        return True
+
+    def _train_step(self, step: int) -> bool:
+        started = time.monotonic()
+        stats = StepStats(step)
+        for index in range(self._config.train.chunks_per_step):
+            rows = self._take_rows(step, index, stats)
+            batches = self._micro_batches(rows)
+            stats.add_sums(self._backend.forward_backward(batches, self._objective))
+            if self._place.is_leader:
+                stats.add_rows(rows, self._config.algorithm.loss_aggregation)
+            self._report(step=step, chunk=index + 1)
+        should_stop = self._reduce(stats)
+        lr = learning_rate(self._config.train, step, self._config.run.train_steps)
+        grad_norm = self._backend.optimizer_step(max(1.0, stats.count), lr)
+        _check_finite(step, stats.loss, grad_norm)
+        self._complete(step, stats, {"train/grad_norm": grad_norm, "train/lr": lr}, started)
+        return should_stop
+
+    def _take_rows(self, step: int, index: int, stats: StepStats) -> list[Row]:
+        started = time.monotonic()
+        rows = None
+        if self._place.is_leader:
+            chunk = self._services.queue.take_chunk(
+                step,
+                index,
+                self._place.dp_rank,
+                self._place.dp_size,
+                self._config.recovery.progress_timeout_s,
+            )
+            rows = chunk.rows
+        shared = self._backend.share_rows(rows)
+        stats.wait_s += time.monotonic() - started
+        if index == 0 and self._place.global_rank == 0:
+            self._log_first_chunk(step, len(shared))
+        return shared
+
+    def _log_first_chunk(self, step: int, num_rows: int) -> None:
+        status = self._services.queue.status()
+        _log.info(
+            "first chunk taken, training starts %s",
+            kv(
+                step=step,
+                rows=num_rows,
+                chunks=self._config.train.chunks_per_step,
+                groups_still_generating=status.in_flight - status.ready,
+            ),
+        )
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        rewards = np.array([float(row.fields["reward"]) for row in rows])
+        advantages = group_advantages(
+            rewards, [row.uid for row in rows], self._config.algorithm.normalise_by_std
+        )
+        cut = cut_rows([row.num_tokens for row in rows], self._config.train.micro_batch_tokens)
+        most = int(self._backend.max_over_ranks(np.array([float(len(cut))]))[0])
+        cut += [[] for _ in range(most - len(cut))]
+        return [
+            build_micro_batch(
+                rows,
+                indices,
+                {"advantages": advantages},
+                self._objective.fields,
+                self._backend.align,
+                self._backend.device,
+            )
+            for indices in cut
+        ]
+
+    def _reduce(self, stats: StepStats) -> bool:
+        """Sum the statistics over replicas; True if any rank was asked to stop."""
+        stats.set_totals(self._backend.sum_over_ranks(stats.sums()))
+        wants_stop = 1.0 if self._services.wants_stop() else 0.0
+        largest = self._backend.max_over_ranks(np.append(stats.maxima(), wants_stop))
+        stats.set_maxima(largest[:-1])
+        return bool(largest[-1])
+
+    def _complete(
+        self, step: int, stats: StepStats, more: dict[str, float], started: float
+    ) -> None:
+        if self._place.global_rank == 0:
+            self._services.queue.complete_step(step)
+        self._publish(step + 1)
+        interval = self._config.train.save_interval
+        is_last = step + 1 == self._config.run.train_steps
+        if interval and (step + 1) % interval == 0 and not is_last:
+            self._save(step + 1, with_hf=False)
+        if self._place.global_rank == 0:
+            metrics = stats.metrics(time.monotonic() - started) | more
+            self._services.reporter.log(step, metrics)
+            self._report(step=step + 1, chunk=0)
+            shown = {name: metrics[f"train/{name}"] for name in _SHOWN}
+            _log.info("train step done %s", kv(step=step, **shown))
+
+    def _publish(self, version: int) -> None:
+        if self._place.publishes:
+            self._services.publisher.publish(
+                version,
+                self._backend.pieces(),
+                self._backend.specs(),
+                self._place.shards_per_replica,
+                self._place.shard_rank,
+            )
+
+    def _save(self, step: int, with_hf: bool) -> None:
+        if self._saved_at != step:
+            self._services.keeper.save(step, with_hf)
+            self._saved_at = step
+
+    def _report(self, **values: int | float | str) -> None:
+        if self._place.global_rank == 0:
+            self._services.reporter.progress(**values)
+
+
+def learning_rate(train: TrainConfig, step: int, total_steps: int) -> float:
+    """Learning rate of a step: linear warm-up, then constant or linear decay to `min_lr`.
+
+    A function of the step alone, so that a resumed run goes on with the same rates.
+    """
+    if step < train.lr_warmup_steps:
+        return train.lr * (step + 1) / train.lr_warmup_steps
+    if train.min_lr < 0:
+        return train.lr
+    length = total_steps - 1 - train.lr_warmup_steps
+    share = 1.0 if length <= 0 else (step - train.lr_warmup_steps) / length
+    return train.lr + (train.min_lr - train.lr) * min(1.0, share)
+
+
+def _check_finite(step: int, loss: float, grad_norm: float) -> None:
+    if not (np.isfinite(loss) and np.isfinite(grad_norm)):
+        raise RelaxError(
+            f"train step {step}: loss {loss}, gradient norm {grad_norm} are not finite; the weights "
+            "are spoiled, training restarts from the last checkpoint. If it comes back at the same "
+            "step: lower train.lr, or look at the samples of this step"
+        )
