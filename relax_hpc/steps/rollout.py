@@ -1,0 +1,141 @@
+"""The rollout step: one engine and its loop. Started as `python -m relax_hpc.steps.rollout`.
+
+Exit codes: 0 all train steps and evaluations are complete; 2 wrong configuration; 143 ended by
+SIGTERM; else 1, and the supervisor starts the next incarnation.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+from relax_hpc.config import Config, config_from_json
+from relax_hpc.control.identity import Identity
+from relax_hpc.control.registry import Membership
+from relax_hpc.data.prompts import load_prompts
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
+from relax_hpc.dcs.client import WeightSubscriber
+from relax_hpc.errors import RelaxError
+from relax_hpc.log import kv, setup_logging
+from relax_hpc.metrics.writers import MetricWriter
+from relax_hpc.rewards.reward import close_reward, make_reward
+from relax_hpc.rollout.engine import Engine, make_engine
+from relax_hpc.rollout.group import GroupMaker, Prompts
+from relax_hpc.rollout.loop import Admission, Admit, LoopParts, RolloutLoop
+from relax_hpc.transfer.transfer_queue import TransferQueue
+
+log = logging.getLogger(__name__)
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """Run the step; returns its exit code."""
+    try:
+        identity = Identity.from_env()
+        # Each engine is a fault domain with a log of its own: INFO from all of them.
+        setup_logging(f"rollout-{identity.index}", identity.rank, identity.local_rank)
+        config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
+        return asyncio.run(_until_signal(config, identity))
+    except RelaxError as err:
+        log.error("rollout step failed %s", kv(error=type(err).__name__, reason=err))
+        return err.exit_code
+    except Exception:  # the process boundary: logged, and the supervisor restarts the step
+        log.exception("rollout step failed")
+        return 1
+
+
+async def _until_signal(config: Config, identity: Identity) -> int:
+    """Serve; SIGTERM cancels it in an orderly way."""
+    serving = asyncio.create_task(_serve(config, identity))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        log.warning("rollout step ended by SIGTERM")
+        return _TERMINATED
+    return 0
+
+
+async def _serve(config: Config, identity: Identity) -> None:
+    membership = Membership(identity)
+    # Joined before the engine is up: what the last incarnation held is dispatched again at once.
+    await asyncio.to_thread(membership.join, {})
+    membership.report(state="starting")
+    engine = make_engine(config, identity)
+    metrics = MetricWriter(identity.run, "rollout", identity.index)
+    try:
+        await engine.start()
+        tokenizer = load_tokenizer(config.model.path)
+        queue = TransferQueue(identity)
+        train_prompts = load_prompts(config.data, "train", tokenizer)
+        await asyncio.to_thread(queue.open_dataset, len(train_prompts), train_prompts.fingerprint)
+        eval_prompts: Prompts = ()
+        if config.data.eval:
+            eval_prompts = load_prompts(config.data, "eval", tokenizer)
+        async with _group_maker(config, engine, tokenizer) as maker:
+            parts = LoopParts(
+                engine=engine,
+                maker=maker,
+                queue=queue,
+                admit=_parallel_admit(identity),
+                weights=WeightSubscriber(identity),
+                progress=membership,
+                metrics=metrics,
+                train_prompts=train_prompts,
+                eval_prompts=eval_prompts,
+            )
+            membership.report(state="running")
+            await RolloutLoop(config, parts).run()
+    finally:
+        await engine.close()
+        metrics.close()
+        await asyncio.to_thread(membership.leave)
+
+
+def _parallel_admit(identity: Identity) -> Admit:
+    """Ask for slots from several threads: one client keeps to one pending request at a time."""
+    idle: list[TransferQueue] = []
+
+    def admit(engine_version: int, max_groups: int, timeout_s: float) -> Admission:
+        try:
+            client = idle.pop()
+        except IndexError:
+            client = TransferQueue(identity)
+        try:
+            return client.admit(engine_version, max_groups, timeout_s)
+        finally:
+            idle.append(client)
+
+    return admit
+
+
+@contextlib.asynccontextmanager
+async def _group_maker(
+    config: Config, engine: Engine, tokenizer: Tokenizer
+) -> AsyncIterator[GroupMaker]:
+    """Build what makes groups; ends the reward's worker processes at exit."""
+    reward = make_reward(config.reward, config.data)
+    try:
+        yield GroupMaker(
+            engine=engine,
+            reward=reward,
+            tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids(config.model.path, tokenizer),
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            seed=config.run.seed,
+        )
+    finally:
+        await close_reward(reward)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    # Not sys.exit: it would join threads that may wait in a long-poll to a dcs step that is gone.
+    os._exit(code)
