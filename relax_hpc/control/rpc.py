@@ -199,6 +199,11 @@ class RpcServer:
             raise ControlError(f"service {self._service} has not started yet")
         return self._published.address
 
+    @property
+    def is_running(self) -> bool:
+        """True while the thread of `start_thread` serves."""
+        return self._thread is not None and self._thread.is_alive()
+
     def run(self) -> None:
         """Serve until `stop()`; re-raises what `fail()` was given."""
         try:
