@@ -8,7 +8,7 @@ the tail is an error, because everything after it would be applied to a wrong st
 import asyncio
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,11 @@ class Journal:
         Raises:
             ControlError: the file cannot be written (disk full, quota): nothing may rely on it.
         """
-        data = b"".join(encode_line(record) for record in records)
+        self.append_lines(encode_line(record) for record in records)
+
+    def append_lines(self, lines: Iterable[bytes]) -> None:
+        """Like append_many, for records that `encode_line` rendered already."""
+        data = b"".join(lines)
         try:
             if self._file is None:
                 self._file = self._open()
@@ -164,8 +168,12 @@ class GenerationalJournal:
 
     def append_many(self, records: Iterable[Any]) -> None:
         """Append events with one fsync."""
+        self.append_lines(encode_line(record) for record in records)
+
+    def append_lines(self, lines: Iterable[bytes]) -> None:
+        """Like append_many, for records that `encode_line` rendered already."""
         assert self._journal is not None, "start() comes first"
-        self._journal.append_many(records)
+        self._journal.append_lines(lines)
 
     def close(self) -> None:
         """Close the file."""
@@ -196,14 +204,14 @@ class GroupCommit:
 
     def __init__(self, journal: GenerationalJournal) -> None:
         self._journal = journal
-        self._pending: list[Any] = []
+        self._pending: list[bytes] = []
         self._num_appended = 0
         self._num_durable = 0
         self._writing: asyncio.Task[None] | None = None
 
     def append(self, record: Any) -> None:
-        """Queue a record, in order. It must not change afterwards."""
-        self._pending.append(record)
+        """Queue a record, in order; rendered now, it may change afterwards."""
+        self._pending.append(encode_line(record))
         self._num_appended += 1
 
     async def flushed(self) -> None:
@@ -218,10 +226,21 @@ class GroupCommit:
                 self._writing = asyncio.ensure_future(self._write())
             await asyncio.shield(self._writing)
 
+    async def rotate(self, snapshot: Callable[[], Any]) -> None:
+        """Start a new journal file from a snapshot that holds everything appended so far."""
+        while self._num_durable < self._num_appended:
+            await self.flushed()
+        self._journal.start(snapshot())  # no await since the check: nothing is in between
+
+    @property
+    def num_appended(self) -> int:
+        """Records appended since this object was made."""
+        return self._num_appended
+
     async def _write(self) -> None:
         try:
             batch, self._pending = self._pending, []
-            await asyncio.to_thread(self._journal.append_many, batch)
+            await asyncio.to_thread(self._journal.append_lines, batch)
             self._num_durable += len(batch)
         finally:
             self._writing = None
