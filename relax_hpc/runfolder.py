@@ -95,12 +95,18 @@ def create_run_folder(parent: Path, name: str) -> RunFolder:
             path.mkdir(mode=0o755)
         except FileExistsError:
             continue
-        folder = RunFolder(path.resolve())
-        for sub in (folder.control, folder.journal, folder.metrics, folder.checkpoints):
-            sub.mkdir()
-        folder.secret.mkdir(mode=0o700)
-        return folder
+        return open_run_folder(path)
     raise RelaxError(f"no free run folder name {name}-1 .. {name}-99999 in {parent}")
+
+
+def open_run_folder(path: Path) -> RunFolder:
+    """Make the run folder `path` and its sub-folders; those that exist are kept."""
+    path.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(path.resolve())
+    for sub in (folder.control, folder.journal, folder.metrics, folder.checkpoints):
+        sub.mkdir(exist_ok=True)
+    folder.secret.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:

@@ -1,8 +1,8 @@
 """`RUN/state.json`: the run's life cycle as the supervisor sees it. Written whole at every change.
 
 Readers: `relax-hpc status`, RelaxJob, the next attempt's supervisor. One writer: the supervisor of
-the newest attempt; an older one (a requeued job whose processes outlived their node's failure) finds
-a higher attempt in the file and ends instead of writing.
+the newest attempt; an older one (a requeued job whose processes outlived their node's failure)
+finds a higher attempt in the file and ends instead of writing.
 """
 
 import enum

@@ -1,0 +1,328 @@
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel.
+
+Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
+or requeued. Modules are imported where they are used: `relax-hpc --help` on a login node is quick.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc import __version__
+from relax_hpc.errors import ConfigError, RelaxError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except RelaxError as err:
+        sys.stderr.write(f"relax-hpc {args.name}: {err}\n")
+        return err.exit_code
+    except BrokenPipeError:  # `relax-hpc logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="relax-hpc", description="RL post-training of large models on Slurm."
+    )
+    parser.add_argument("--version", action="version", version=f"relax-hpc {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    _add_recipe_commands(commands)
+    _add_submit(commands)
+    _add_supervise(commands)
+    _add_run_commands(commands)
+    return parser
+
+
+Commands = Any  # argparse's sub-parser action has no public type
+
+
+def _add(
+    commands: Commands, name: str, command: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="override a key of the recipe; may be repeated",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_recipe_commands(commands: Commands) -> None:
+    for name, command, text in (
+        ("validate", _validate, "check a recipe and its plan"),
+        ("plan", _plan, "show components and steps"),
+        ("render", _render, "print the sbatch script of a recipe"),
+    ):
+        parser = _add(commands, name, command, text)
+        parser.add_argument("recipe", help="recipes/NAME.toml, or NAME of a shipped recipe")
+        _add_set(parser)
+        if name == "validate":
+            parser.add_argument(
+                "--inputs", action="store_true", help="a missing model or data set is an error"
+            )
+        if name != "render":
+            _add_json(parser)
+
+
+def _add_submit(commands: Commands) -> None:
+    parser = _add(commands, "submit", _submit, "submit a run (launcher = local: start it here)")
+    parser.add_argument("recipe", nargs="?", default="", help="recipes/NAME.toml")
+    _add_set(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    parser.add_argument("--resume", default="", metavar="RUN", help="go on with a run")
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="train steps in all (with --resume)"
+    )
+    parser.add_argument("--wait", action="store_true", help="until the run has ended")
+    parser.add_argument("--step-program", default="", help=argparse.SUPPRESS)
+    _add_json(parser)
+
+
+def _add_supervise(commands: Commands) -> None:
+    parser = _add(
+        commands, "supervise", _supervise, "run the steps (what the sbatch script starts)"
+    )
+    parser.add_argument("recipe", nargs="?", default="")
+    _add_set(parser)
+    parser.add_argument("--config", default="", metavar="FILE", help="resolved configuration")
+    parser.add_argument("--resume", default="", metavar="RUN", help="go on with a run")
+    parser.add_argument("--steps", type=int, default=0, metavar="N")
+    parser.add_argument("--step-program", default="", help=argparse.SUPPRESS)
+
+
+def _add_run_commands(commands: Commands) -> None:
+    run = "run folder, its name in runs/, or job id"
+    parser = _add(commands, "status", _status, "show steps, nodes, progress and the curve of a run")
+    parser.add_argument("run", help=run)
+    _add_json(parser)
+    parser = _add(commands, "logs", _logs, "print the end of a run's logs")
+    parser.add_argument("run", help=run)
+    parser.add_argument("role", nargs="?", default="", help="dcs, train, ref, logprob or rollout")
+    parser.add_argument("--attempt", type=int, help="of the job; default: the newest")
+    parser.add_argument("--lines", type=int, default=20, help="of each file [20]")
+    _add_json(parser)
+    parser = _add(commands, "cancel", _cancel, "end a run")
+    parser.add_argument("run", help=run)
+    _add_json(parser)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _print_json(value: object) -> None:
+    _print(json.dumps(value, indent=2))
+
+
+# ---------------------------------------------------------------------------------------------
+# Recipes
+# ---------------------------------------------------------------------------------------------
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    from relax_hpc.config import load_recipe
+    from relax_hpc.launcher.plan import build_plan
+    from relax_hpc.launcher.site import find_recipe, load_site
+
+    config = load_recipe(find_recipe(args.recipe), args.overrides)
+    site = load_site(config.resources.site)
+    return config, site, build_plan(config, site)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher import preflight
+
+    config, _, plan = _load(args)
+    if args.inputs:
+        preflight.check_inputs(preflight.resolve_inputs(config))
+    missing = preflight.missing_inputs(config)
+    if args.json:
+        _print_json({"valid": True, "name": config.run.name, "missing_inputs": missing})
+        return 0
+    _print(f"{config.run.name}: valid; {len(plan.steps)} steps")
+    for fault in missing:
+        _print(f"not here yet: {fault}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    _, _, plan = _load(args)
+    if args.json:
+        sys.stdout.write(plan.to_json())
+        return 0
+    for line in _plan_lines(plan):
+        _print(line)
+    return 0
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _plan_lines(plan: Any) -> list[str]:
+    lines = []
+    for number, component in enumerate(plan.components):
+        lines.append(
+            f"component {number}: {', '.join(component.roles)}  "
+            f"partition {component.partition or '(default)'}  nodes {component.nodes}  "
+            f"CPUs/node {component.cpus_per_node}  GPUs/node {component.gpus_per_node}"
+        )
+    for step in plan.steps:
+        places = "; ".join(
+            f"component {part.component} nodes {_join(part.nodes)} x {part.tasks_per_node}"
+            for part in step.parts
+        )
+        gpus = f"  GPUs {';'.join(map(_join, step.gpus))}" if step.gpus else ""
+        lines.append(f"step {step.name}: {step.num_tasks} tasks  {places}{gpus}")
+    return lines
+
+
+def _render(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher.render import render_script
+
+    config, site, plan = _load(args)
+    if args.overrides:
+        arguments = [args.recipe, *(part for item in args.overrides for part in ("--set", item))]
+    else:
+        arguments = [args.recipe]
+    name = str(Path(args.recipe).with_suffix(""))
+    sys.stdout.write(render_script(config, plan, site, arguments, name))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from relax_hpc.config import load_recipe
+    from relax_hpc.launcher import preflight
+    from relax_hpc.launcher.executor import RelaxExecutor, prepare
+    from relax_hpc.launcher.site import find_recipe
+
+    if bool(args.recipe) == bool(args.resume):
+        raise ConfigError("give a recipe or --resume RUN, one of both")
+    if args.resume:
+        if args.dry_run or args.overrides:
+            raise ConfigError("--resume goes on with RUN/config.json: no --set, no --dry-run")
+        from relax_hpc.report.read import find_run
+
+        folder = find_run(args.resume)
+        executor = RelaxExecutor(folder.path.parent, args.step_program)
+        return _report_job(executor.resume(folder.path, args.steps), args)
+    if args.steps:
+        raise ConfigError("--steps belongs to --resume; a new run takes --set run.train_steps=N")
+    config = load_recipe(find_recipe(args.recipe), args.overrides)
+    if args.dry_run:
+        prepared = prepare(preflight.resolve_inputs(config))
+        sys.stdout.write(prepared.script or "\n".join(_plan_lines(prepared.plan)) + "\n")
+        return 0
+    executor = RelaxExecutor(config.run.folder, args.step_program)
+    return _report_job(executor.submit(config), args)
+
+
+def _report_job(job: Any, args: argparse.Namespace) -> int:
+    told = {"job_id": job.job_id, "run": str(job.run_folder.path), "log": str(job.paths.stdout)}
+    if not args.wait:
+        if args.json:
+            _print_json(told)
+        else:
+            _print(f"submitted {job.job_id}\nrun {told['run']}\nlog {told['log']}")
+        return 0
+    from submitit.core.utils import UncompletedJobError
+
+    if not args.json:
+        _print(f"submitted {job.job_id}\nrun {told['run']}\nlog {told['log']}")
+    try:
+        result = job.result()
+    except UncompletedJobError as err:
+        sys.stderr.write(f"relax-hpc submit: {err}\n")
+        return 1
+    _print_json({**told, **result})
+    return 0
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher.session import Request, open_session, supervise
+    from relax_hpc.log import setup_logging
+
+    if sum(map(bool, (args.recipe, args.config, args.resume))) != 1:
+        raise ConfigError("give one of: a recipe, --config FILE, --resume RUN")
+    request = Request(
+        recipe=args.recipe,
+        config_file=args.config,
+        resume=args.resume,
+        overrides=tuple(args.overrides),
+        steps=args.steps,
+        step_program=args.step_program,
+    )
+    setup_logging("supervisor")
+    return supervise(open_session(request, os.environ), request, os.environ)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from relax_hpc.report.read import find_run, read_run
+    from relax_hpc.report.status import print_status
+
+    report = read_run(find_run(args.run))
+    if args.json:
+        _print_json(report.to_dict())
+    else:
+        print_status(report, sys.stdout)
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher.steps import tail
+    from relax_hpc.report.read import find_logs, find_run
+
+    files = find_logs(find_run(args.run), args.attempt, args.role)
+    if args.json:
+        _print_json([str(path) for path in files])
+        return 0
+    for path in files:
+        _print(f"==> {path} <==")
+        for line in tail(path, args.lines, limit_bytes=200 * max(1, args.lines)):
+            _print(line)
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher.session import cancel_run
+    from relax_hpc.report.read import find_run
+
+    folder = find_run(args.run)
+    who = cancel_run(folder, timeout_s=60.0)
+    if args.json:
+        _print_json({"run": str(folder.path), "cancelled": who, "time": time.time()})
+    else:
+        _print(f"cancelled {who}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Submit runs the submitit way: an Executor whose jobs are whole runs, Jobs that know their run.
+
+submitit pickles a function, runs it in one srun and reads a pickled result; its states come from
+sacct. A run is a configuration, a heterogeneous job and a run folder, on clusters with or without
+accounting. So these are own Executor and Job classes on top of submitit's core: `submit`, `batch`,
+`job_id`, `state`, `done`, `wait`, `result`, `stdout`, `cancel`, `awaitable` keep their meaning.
+
+    job = RelaxExecutor(folder="runs").submit(load_recipe(Path("recipes/tiny_dapo.toml")))
+    job.result()      {"run": ..., "train_steps": ..., "metrics": {...}}
+"""
+
+import dataclasses
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from submitit.core import core, utils
+
+from relax_hpc import slurm
+from relax_hpc.config import Config, LauncherKind, config_to_json
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launcher import preflight
+from relax_hpc.launcher.plan import Plan, build_plan
+from relax_hpc.launcher.render import render_script
+from relax_hpc.launcher.session import (
+    Request,
+    check_not_running,
+    is_supervisor_alive,
+    read_config,
+)
+from relax_hpc.launcher.site import load_site
+from relax_hpc.recovery.lifecycle import RunState, RunStatus, read_state
+from relax_hpc.runfolder import RunFolder, create_run_folder, write_atomic
+
+_LOCAL_PREFIX = "local-"
+"""Job ids of launcher = local: `local-RUNFOLDERNAME`."""
+
+
+class RunWatcher(core.InfoWatcher):
+    """States of runs. Slurm's are asked one job at a time, at submitit's pace (2 s to 60 s)."""
+
+    def __init__(self, delay_s: int = 60) -> None:
+        super().__init__(delay_s)
+        self._folders: dict[str, RunFolder] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def register_run(
+        self, job_id: str, folder: RunFolder, child: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """Remember where a job's run folder is, and the supervisor if it is our child."""
+        self._folders[job_id] = folder
+        if child is not None:
+            self._children[job_id] = child
+
+    def update(self) -> None:
+        """Ask for all registered jobs that are not over."""
+        self._num_calls += 1
+        for job_id in self._registered - self._finished:
+            self._info_dict[job_id] = {"JobID": job_id, "State": self._ask(job_id)}
+            if self.is_done(job_id, mode="cache"):
+                self._finished.add(job_id)
+        self._last_status_check = time.time()
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """Return Slurm's word for the job's state; the same words for local runs."""
+        return self.get_info(job_id, mode=mode).get("State", "UNKNOWN")
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Say whether the job is over: it holds no nodes and will not come back by itself."""
+        _, fate = slurm.parse_state(self.get_state(job_id, mode=mode))
+        return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
+
+    def _ask(self, job_id: str) -> str:
+        if not job_id.startswith(_LOCAL_PREFIX):
+            return slurm.job_state(job_id).name
+        child = self._children.get(job_id)
+        has_ended = child is not None and child.poll() is not None  # before the read: no race
+        folder = self._folders.get(job_id)
+        state = read_state(folder) if folder is not None else None
+        if state is not None and state.status.is_final:
+            return _LOCAL_STATES[state.status]
+        if child is None and state is not None:
+            has_ended = not is_supervisor_alive(state)
+        return "FAILED" if has_ended else "PENDING" if state is None else "RUNNING"
+
+
+_LOCAL_STATES = {
+    RunStatus.DONE: "COMPLETED",
+    RunStatus.FAILED: "FAILED",
+    RunStatus.CANCELLED: "CANCELLED",
+}
+
+
+class RelaxJob(core.Job[dict[str, Any]]):
+    """A submitted run. `.run_folder` exists once its supervisor has started."""
+
+    watcher = RunWatcher()
+    _cancel_command = "scancel"
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self.run_folder = RunFolder(Path(folder).absolute())
+
+    @classmethod
+    def of_run(
+        cls, folder: Path, job_id: str, run: Path, child: subprocess.Popen[bytes] | None = None
+    ) -> "RelaxJob":
+        """Make the job of a run folder."""
+        job = cls(folder, job_id)
+        job.run_folder = RunFolder(run)
+        job.watcher.register_run(job_id, job.run_folder, child)
+        return job
+
+    def done(self, force_check: bool = False) -> bool:
+        """Say whether the run is over; the run folder is asked before Slurm."""
+        state = self._own_state()
+        if state is not None and state.status.is_final:
+            return True
+        return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
+
+    def cancel(self, check: bool = True) -> None:
+        """End the run: all components of its job, or its local supervisor."""
+        if not self.job_id.startswith(_LOCAL_PREFIX):
+            slurm.cancel(self.job_id)
+            return
+        state = read_state(self.run_folder)
+        if state is not None and is_supervisor_alive(state):
+            os.kill(state.pid, signal.SIGTERM)
+
+    def submission(self) -> utils.DelayedSubmission:
+        """Refuse: a run is a configuration (`run_folder.config`), not a pickled function."""
+        raise RelaxError(f"a run has no submitted function; see {self.run_folder.config}")
+
+    def _own_state(self) -> RunState | None:
+        """Return state.json if it is of this job (a resumed run has an older one first)."""
+        state = read_state(self.run_folder)
+        mine = state is not None and (
+            state.job_id == self.job_id or self.job_id.startswith(_LOCAL_PREFIX)
+        )
+        return state if mine else None
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        """Return ("success", summary) or ("error", cause); submitit raises FailedJobError then."""
+        deadline = time.monotonic() + self._results_timeout_s
+        while True:  # over NFS the last write is seen a moment after the end
+            state = self._own_state()
+            if state is not None and state.status.is_final:
+                break
+            if time.monotonic() > deadline:
+                seen = "no state.json" if state is None else f"status {state.status}"
+                raise utils.UncompletedJobError(
+                    f"job {self.job_id} is {self.state} but its run {self.run_folder.path} has "
+                    f"{seen}; see {self.paths.stdout}"
+                )
+            time.sleep(0.5)
+        if state.status is RunStatus.DONE:
+            return "success", state.result
+        return "error", f"{state.name} {state.status}: {state.cause}"
+
+
+class RelaxExecutor(core.Executor):
+    """Submits runs; each gets a run folder `FOLDER/NAME-JOBID`.
+
+    Args:
+        folder: parent of the run folders, on the shared file system.
+        step_program: a program that plays all roles (tests).
+    """
+
+    job_class = RelaxJob
+
+    def __init__(self, folder: Path | str, step_program: str = "") -> None:
+        super().__init__(folder)
+        self._extra = ["--step-program", step_program] if step_program else []
+
+    def submit(self, config: Config) -> RelaxJob:  # type: ignore[override]  # a run, not a function
+        """Check a run and submit it as one job.
+
+        Raises:
+            ConfigError: bad input; nothing was submitted.
+            SlurmError: Slurm refused it.
+        """
+        if not isinstance(config, Config):
+            raise ConfigError(f"submit takes a Config (load_recipe), not {type(config).__name__}")
+        # submitit only carries the argument; inside `with executor.batch()` the job comes later
+        job: Any = super().submit(config)  # type: ignore[arg-type]
+        return cast("RelaxJob", job)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[utils.DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        return [self._submit_config(delayed.function) for delayed in delayed_submissions]
+
+    def _submit_config(self, config: Any) -> RelaxJob:
+        run = dataclasses.replace(config.run, folder=str(self.folder))
+        resolved = preflight.resolve_inputs(dataclasses.replace(config, run=run))
+        prepared = prepare(resolved, self._extra)
+        preflight.check_inputs(resolved)
+        preflight.check_slurm(resolved, prepared.plan)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if resolved.resources.launcher is LauncherKind.LOCAL:
+            return self._start_local(resolved)
+        prepared.config_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(prepared.config_file, config_to_json(resolved))
+        write_atomic(prepared.script_file, prepared.script)
+        job_id = self._sbatch(prepared.script_file)
+        run_path = self.folder / f"{resolved.run.name}-{job_id}"
+        return RelaxJob.of_run(self.folder, job_id, run_path)
+
+    def resume(self, run: Path, steps: int = 0) -> RelaxJob:
+        """Go on with a run, in the same run folder.
+
+        Args:
+            run: its folder.
+            steps: new total number of train steps; 0 = as before.
+        """
+        folder = RunFolder(run.resolve())
+        config = read_config(Request(resume=str(folder.path), steps=steps))
+        state = read_state(folder)
+        if state is not None:
+            check_not_running(state, "")
+        preflight.check_inputs(config)
+        arguments = ["--resume", str(folder.path), *self._extra]
+        if steps:
+            arguments += ["--steps", str(steps)]
+        if config.resources.launcher is LauncherKind.LOCAL:
+            return self._spawn(folder, arguments)
+        site = load_site(config.resources.site)
+        plan = build_plan(config, site)
+        preflight.check_slurm(config, plan)
+        script = folder.path / "resume.sh"
+        write_atomic(script, render_script(config, plan, site, arguments, config.run.name))
+        return RelaxJob.of_run(self.folder, self._sbatch(script), folder.path)
+
+    def _sbatch(self, script: Path) -> str:
+        environment = {**slurm.submission_environment(), "RELAX_PYTHON": sys.executable}
+        # submitit's name, so that job.stdout() and job.paths mean what they mean there
+        options = [f"--output={str(self.folder).replace('%', '%%')}/%j_0_log.out"]
+        return slurm.submit(script, options, env=environment)
+
+    def _start_local(self, config: Config) -> RelaxJob:
+        folder = create_run_folder(self.folder, config.run.name)
+        write_atomic(folder.config, config_to_json(config))
+        return self._spawn(folder, ["--resume", str(folder.path), *self._extra])
+
+    def _spawn(self, folder: RunFolder, arguments: list[str]) -> RelaxJob:
+        """Start a supervisor on this machine; it lives on when this process ends."""
+        job_id = f"{_LOCAL_PREFIX}{folder.run_id}"
+        log_file = utils.JobPaths(self.folder, job_id=job_id).stdout
+        with log_file.open("ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "relax_hpc.cli", "supervise", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return RelaxJob.of_run(self.folder, job_id, folder.path, child)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that could be submitted: nothing was written yet."""
+
+    plan: Plan
+    script: str
+    script_file: Path
+    config_file: Path
+
+
+def prepare(config: Config, extra: Sequence[str] = ()) -> Prepared:
+    """Plan and render a resolved configuration; the same configuration gives the same files.
+
+    Job steps read the configuration that was submitted, so it is written beside the script, under
+    a name made of its content: a recipe edited while the job waits changes nothing.
+    """
+    site = load_site(config.resources.site)
+    plan = build_plan(config, site)
+    text = config_to_json(config)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    stem = Path(config.run.folder) / "submitted" / f"{config.run.name}-{digest}"
+    config_file, script_file = (
+        stem.with_name(stem.name + ".json"),
+        stem.with_name(stem.name + ".sh"),
+    )
+    if config.resources.launcher is LauncherKind.LOCAL:
+        return Prepared(plan, "", script_file, config_file)
+    arguments = ["--config", str(config_file), *extra]
+    script = render_script(config, plan, site, arguments, str(stem))
+    return Prepared(plan, script, script_file, config_file)

@@ -1,0 +1,102 @@
+"""Checks of all that a run needs, before anything is submitted or started. A sentence per fault."""
+
+import dataclasses
+from pathlib import Path
+
+from relax_hpc import slurm
+from relax_hpc.config import Config, LauncherKind
+from relax_hpc.data.prompts import check_source
+from relax_hpc.data.sources import REASONING_GYM
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launcher.plan import Plan
+from relax_hpc.runfolder import RunFolder
+
+
+def resolve_inputs(config: Config) -> Config:
+    """Return the configuration as the run folder keeps it: absolute paths, `init_from` followed.
+
+    A run is resumed from other folders than it was submitted from, so relative paths are resolved
+    once, here, against the current folder.
+
+    Raises:
+        ConfigError: `init_from` names no exported checkpoint.
+    """
+    path = _weights_of(config.run.init_from) if config.run.init_from else Path(config.model.path)
+    data = dataclasses.replace(
+        config.data, train=_absolute(config.data.train), eval=_absolute(config.data.eval)
+    )
+    run = dataclasses.replace(config.run, folder=str(Path(config.run.folder).absolute()))
+    model = dataclasses.replace(config.model, path=str(path.absolute()))
+    return dataclasses.replace(config, run=run, model=model, data=data)
+
+
+def _absolute(source: str) -> str:
+    is_file = bool(source) and not source.startswith(REASONING_GYM)
+    return str(Path(source).absolute()) if is_file else source
+
+
+def _weights_of(init_from: str) -> Path:
+    run, _, step = init_from.rpartition("@")
+    checkpoints = RunFolder(Path(run)).checkpoints
+    path = checkpoints / f"step_{int(step)}" / "hf"
+    if (path / "config.json").is_file():
+        return path
+    exported = sorted(p.parent.name.removeprefix("step_") for p in checkpoints.glob("step_*/hf"))
+    has = f"exported weights exist for step {', '.join(exported)}" if exported else "it has none"
+    raise ConfigError(f"run.init_from={init_from!r}: no exported weights in {path}; {has}")
+
+
+def missing_inputs(config: Config) -> list[str]:
+    """Return what is wrong with model and data, one sentence each; [] when all is there."""
+    faults = []
+    for check in (check_model, check_data):
+        try:
+            check(config)
+        except RelaxError as err:
+            faults.append(str(err))
+    return faults
+
+
+def check_inputs(config: Config) -> None:
+    """Raise the first fault of model and data as a ConfigError."""
+    check_model(config)
+    check_data(config)
+
+
+def check_model(config: Config) -> None:
+    """Check that the model folder is one, in Hugging Face format.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    path = Path(config.model.path)
+    remedy = (
+        "set model.path to a folder with config.json, *.safetensors and a tokenizer "
+        "(tools/make_tiny_model OUT makes a small one)"
+    )
+    if not path.is_dir():
+        raise ConfigError(f"model.path={config.model.path!r}: no such folder; {remedy}")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path={config.model.path!r}: has no config.json; {remedy}")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path={config.model.path!r}: has no *.safetensors; {remedy}")
+
+
+def check_data(config: Config) -> None:
+    """Check that the data sources exist, parse and are not empty.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    check_source(config.data)
+
+
+def check_slurm(config: Config, plan: Plan) -> None:
+    """Check that Slurm is here, where it is needed, and has the partitions.
+
+    Raises:
+        ConfigError: no Slurm, unknown partition.
+    """
+    if config.resources.launcher is LauncherKind.LOCAL:
+        return
+    slurm.require_partitions([component.partition for component in plan.components])

@@ -1,0 +1,408 @@
+"""From a command line to a supervised run: read the configuration, check it, open the run folder.
+
+new run, Slurm   PARENT/NAME-JOBID; a requeue finds it there and goes on with RUN/config.json
+new run, local   PARENT/NAME-K
+--resume RUN     RUN itself, next attempt
+"""
+
+import dataclasses
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from relax_hpc import slurm
+from relax_hpc.config import (
+    Config,
+    LauncherKind,
+    config_from_json,
+    config_to_json,
+    load_recipe,
+)
+from relax_hpc.control.rpc import create_keys
+from relax_hpc.errors import ConfigError, RelaxError, SlurmError
+from relax_hpc.launcher import preflight
+from relax_hpc.launcher.allocation import (
+    Allocation,
+    check_allocation,
+    local_allocation,
+    slurm_allocation,
+)
+from relax_hpc.launcher.local_steps import LocalBackend
+from relax_hpc.launcher.members import MemberWatch
+from relax_hpc.launcher.plan import Plan, build_plan
+from relax_hpc.launcher.policy import RestartBudget
+from relax_hpc.launcher.site import Site, find_recipe, load_site
+from relax_hpc.launcher.slot import Slot
+from relax_hpc.launcher.slurm_steps import SlurmBackend
+from relax_hpc.launcher.steps import StepBackend, StepLaunch
+from relax_hpc.launcher.summary import summarise
+from relax_hpc.launcher.supervisor import Supervisor
+from relax_hpc.log import kv
+from relax_hpc.recovery import checkpoint
+from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
+from relax_hpc.runfolder import RunFolder, create_run_folder, open_run_folder, write_atomic
+
+_LOG = logging.getLogger(__name__)
+
+_MODULES = {"ref": "forward", "logprob": "forward"}
+"""Roles whose step module has another name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What `relax-hpc supervise` and `submit` were asked for. One of the first three is set."""
+
+    recipe: str = ""
+    config_file: str = ""
+    """Resolved configuration, written by `submit`."""
+    resume: str = ""
+    """Run folder to go on with."""
+    overrides: Sequence[str] = ()
+    steps: int = 0
+    """New number of train steps of a resumed run; 0 = as before."""
+    step_program: str = ""
+    """A program that plays all roles instead of relax_hpc.steps (tests)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A run that is ready to be supervised."""
+
+    folder: RunFolder
+    config: Config
+    site: Site
+    plan: Plan
+    allocation: Allocation
+    state: RunState
+
+
+def read_config(request: Request) -> Config:
+    """Read the configuration that a request names, with its overrides.
+
+    Raises:
+        ConfigError: it cannot be read or is impossible.
+    """
+    if request.resume:
+        folder = RunFolder(Path(request.resume))
+        config = _read_json(folder.config, "is not a run folder")
+        if request.overrides:
+            raise ConfigError("--resume goes on with RUN/config.json: --set cannot change it")
+        if request.steps:
+            run = dataclasses.replace(config.run, train_steps=request.steps)
+            config = dataclasses.replace(config, run=run)
+        return config
+    if request.steps:
+        raise ConfigError("--steps belongs to --resume; a new run takes --set run.train_steps=N")
+    if request.config_file:
+        return _read_json(Path(request.config_file), "was removed after the submission")
+    return load_recipe(find_recipe(request.recipe), request.overrides)
+
+
+def _read_json(path: Path, otherwise: str) -> Config:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"{path.parent} {otherwise}: {path.name}: {err.strerror}") from err
+    return config_from_json(text, str(path))
+
+
+def open_session(request: Request, environ: Mapping[str, str]) -> Session:
+    """Check everything, then make or adopt the run folder.
+
+    Raises:
+        ConfigError: bad input; nothing was started.
+    """
+    config = read_config(request)
+    site = load_site(config.resources.site)
+    plan = build_plan(config, site)
+    is_local = config.resources.launcher is LauncherKind.LOCAL
+    allocation = local_allocation(plan) if is_local else slurm_allocation(environ)
+    adopted = _adopted_folder(request, config, allocation)
+    if adopted is not None:
+        config = _adopt_config(adopted, request)
+        plan = build_plan(config, site)
+    else:
+        config = preflight.resolve_inputs(config)
+    if not is_local:
+        check_allocation(plan, allocation)
+    preflight.check_inputs(config)
+    old = read_state(adopted) if adopted is not None else None
+    if old is not None:
+        check_not_running(old, allocation.job_id)
+    folder = adopted if adopted is not None else _create_folder(config, allocation)
+    write_atomic(folder.config, config_to_json(config))
+    write_atomic(folder.plan, plan.to_json())
+    create_keys(folder)
+    state = _next_state(folder, config, plan, allocation, old)
+    write_state(folder, state)
+    return Session(
+        folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
+    )
+
+
+def _adopted_folder(request: Request, config: Config, allocation: Allocation) -> RunFolder | None:
+    """Return the run folder that this attempt goes on with; None for a new run."""
+    if request.resume:
+        return RunFolder(Path(request.resume).resolve())
+    if not allocation.run_suffix:
+        return None
+    path = Path(config.run.folder) / f"{config.run.name}-{allocation.run_suffix}"
+    folder = RunFolder(path.absolute())
+    return folder if folder.config.exists() else None
+
+
+def _adopt_config(folder: RunFolder, request: Request) -> Config:
+    """Read the run's own configuration: a recipe that was edited meanwhile does not count."""
+    return read_config(Request(resume=str(folder.path), steps=request.steps))
+
+
+def _create_folder(config: Config, allocation: Allocation) -> RunFolder:
+    parent = Path(config.run.folder)
+    if allocation.run_suffix:
+        return open_run_folder(parent / f"{config.run.name}-{allocation.run_suffix}")
+    return create_run_folder(parent, config.run.name)
+
+
+def check_not_running(old: RunState, own_job: str) -> None:
+    """Refuse to go on with a run whose last supervisor still works.
+
+    Raises:
+        ConfigError: it is running.
+    """
+    if old.status.is_final:
+        return
+    if old.job_id:
+        running = old.job_id != own_job and not slurm.job_state(old.job_id).is_over
+        who = f"Slurm job {old.job_id}"
+    else:
+        running = is_supervisor_alive(old)
+        who = f"process {old.pid} on {old.host}"
+    if running:
+        raise ConfigError(
+            f"{old.run} is still {old.status} ({who}): end it first, relax-hpc cancel"
+        )
+
+
+def is_supervisor_alive(state: RunState) -> bool:
+    """Say whether a local run's supervisor lives: this host's process of that pid and start."""
+    if state.host != socket.gethostname() or state.pid == os.getpid():
+        return False
+    try:
+        started: float = psutil.Process(state.pid).create_time()
+    except psutil.Error:
+        return False
+    return abs(started - state.pid_started) < 1.0
+
+
+def _next_state(
+    folder: RunFolder,
+    config: Config,
+    plan: Plan,
+    allocation: Allocation,
+    old: RunState | None,
+) -> RunState:
+    now = time.time()
+    return RunState(
+        name=config.run.name,
+        run=str(folder.path),
+        launcher=config.resources.launcher.value,
+        job_id=allocation.job_id,
+        attempt=1 if old is None else old.attempt + 1,
+        submit_folder=str(Path.cwd()),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        pid_started=psutil.Process().create_time(),
+        started=now if old is None else old.started,
+        attempt_started=now,
+        train_steps=config.run.train_steps,
+        train_step=0 if old is None else old.train_step,
+        resumable_step=newest_checkpoint(folder),
+        steps=[_step_state(plan, allocation, number) for number in range(len(plan.steps))],
+        incarnations={} if old is None else old.incarnations,
+        history=[] if old is None else old.history,
+    )
+
+
+def _step_state(plan: Plan, allocation: Allocation, number: int) -> StepState:
+    step = plan.steps[number]
+    parts = step.parts
+    return StepState(
+        role=step.role,
+        index=step.index,
+        partitions=[allocation.groups[part.component].partition for part in parts],
+        nodes=[node for part in allocation.node_names(step) for node in part],
+        tasks=step.num_tasks,
+        gpus=sum(map(len, step.gpus)) * sum(len(part.nodes) for part in parts),
+    )
+
+
+def newest_checkpoint(folder: RunFolder) -> int:
+    """Return the step of the newest complete checkpoint; -1 if there is none."""
+    return max(checkpoint.steps(folder.checkpoints), default=-1)
+
+
+def supervise(session: Session, request: Request, environ: Mapping[str, str]) -> int:
+    """Run one attempt to its end; returns the exit code."""
+    folder, state = session.folder, session.state
+    _LOG.info(
+        "run %s",
+        kv(run=folder.path, attempt=state.attempt, job=state.job_id or "local", pid=state.pid),
+    )
+    _link_latest(folder, state.attempt)
+    watch = MemberWatch(folder, state.attempt, socket.gethostname())
+    supervisor = Supervisor(
+        folder=folder,
+        config=session.config,
+        state=state,
+        slots=_slots(session),
+        backend=_backend(session, environ),
+        members=watch,
+        make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation),
+        newest_checkpoint=lambda: newest_checkpoint(folder),
+    )
+    return finish(session, supervisor)
+
+
+def finish(session: Session, supervisor: Supervisor) -> int:
+    """Run the supervisor and write how it ended."""
+    state = session.state
+    try:
+        code = supervisor.run()
+        outcome = supervisor.outcome
+        assert outcome is not None
+        status, cause = outcome.status, outcome.cause
+    except RelaxError as err:
+        status, cause, code = RunStatus.FAILED, str(err), err.exit_code
+    if status is RunStatus.REQUEUED:
+        status, cause = _may_requeue(session, cause)
+    state.status, state.cause = status, cause
+    if status is RunStatus.DONE:
+        state.result = summarise(session.folder, state)
+    write_state(session.folder, state)
+    if status is RunStatus.REQUEUED:
+        code = _requeue(session)
+    if cause:
+        sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
+    return code
+
+
+def _may_requeue(session: Session, cause: str) -> tuple[RunStatus, str]:
+    """Decide whether the job goes on: no endless chain of attempts that get nowhere."""
+    state, site = session.state, session.site
+    resume = f"go on with relax-hpc submit --resume {state.run}"
+    newest = newest_checkpoint(session.folder)
+    if not site.requeue or not state.job_id:
+        return RunStatus.CANCELLED, f"{cause} and this site does not requeue; {resume}"
+    if newest <= state.resumable_step:
+        return (
+            RunStatus.FAILED,
+            f"{cause} and attempt {state.attempt} made no new checkpoint: give it more time "
+            f"(resources.time_min) or a smaller train.save_interval; {resume}",
+        )
+    if state.attempt >= site.max_attempts:
+        return RunStatus.FAILED, f"{cause} and attempt {state.attempt} is the site's last; {resume}"
+    return RunStatus.REQUEUED, cause
+
+
+def _requeue(session: Session) -> int:
+    """Ask Slurm for the next attempt. Slurm ends this process, so all is written before."""
+    state = session.state
+    try:
+        slurm.requeue(session.allocation.run_suffix)
+    except SlurmError as err:
+        state.status = RunStatus.CANCELLED
+        state.cause += f", and the requeue failed ({err}); relax-hpc submit --resume {state.run}"
+        write_state(session.folder, state)
+    return os.EX_TEMPFAIL
+
+
+def _link_latest(folder: RunFolder, attempt: int) -> None:
+    logs = folder.path / "logs"
+    (logs / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
+    temporary = logs / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(f"attempt_{attempt}")
+    temporary.replace(logs / "latest")
+
+
+def _slots(session: Session) -> list[Slot]:
+    recovery = session.config.recovery
+    return [
+        Slot(
+            plan=step,
+            nodes=session.allocation.node_names(step),
+            state=state,
+            budget=RestartBudget(
+                recovery.max_train_restarts if step.role == "train" else recovery.max_role_restarts,
+                progress=session.state.resumable_step,
+            ),
+        )
+        for step, state in zip(session.plan.steps, session.state.steps, strict=True)
+    ]
+
+
+def _backend(session: Session, environ: Mapping[str, str]) -> StepBackend:
+    if session.config.resources.launcher is LauncherKind.LOCAL:
+        return LocalBackend(_step_base(environ))
+    base = _step_base(slurm.step_environment(environ))
+    return SlurmBackend(session.plan, session.site, session.allocation, base)
+
+
+def _step_base(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of steps but for their RELAX_* variables; they run offline and unbuffered."""
+    keep = {k: v for k, v in environ.items() if not re.match("RELAX_(?!LOG_LEVEL)", k)}
+    return {**keep, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _launch(session: Session, request: Request, slot: Slot, incarnation: int) -> StepLaunch:
+    module = f"relax_hpc.steps.{_MODULES.get(slot.plan.role, slot.plan.role)}"
+    program = (request.step_program,) if request.step_program else ("-m", module)
+    return StepLaunch(
+        plan=slot.plan,
+        nodes=slot.nodes,
+        run=session.folder,
+        attempt=session.state.attempt,
+        incarnation=incarnation,
+        address_prefix=session.site.address_prefix,
+        extra_environment={
+            "OMP_NUM_THREADS": str(slot.plan.cpus_per_task),
+            **session.site.environment,
+        },
+        program=(sys.executable, *program),
+    )
+
+
+def cancel_run(folder: RunFolder, timeout_s: float) -> str:
+    """End a run from outside, in order; returns whom that was asked of.
+
+    Slurm: scancel of the job (it need not have started). Local: SIGTERM to the supervisor, and wait
+    until it has ended.
+
+    Raises:
+        ConfigError: the run is over already.
+        RelaxError: the supervisor did not end in time.
+    """
+    state = read_state(folder)
+    if state is None or state.status.is_final:
+        seen = "has not started" if state is None else f"is {state.status.value} already"
+        raise ConfigError(f"{folder.path} {seen}: nothing to cancel (a waiting job: scancel JOBID)")
+    if state.job_id:
+        slurm.cancel(state.job_id)
+        return f"Slurm job {state.job_id}"
+    if is_supervisor_alive(state):
+        os.kill(state.pid, signal.SIGTERM)
+        try:
+            psutil.Process(state.pid).wait(timeout_s)
+        except psutil.NoSuchProcess:
+            pass  # it ended between the two calls
+        except psutil.TimeoutExpired as err:
+            raise RelaxError(f"supervisor {state.pid} did not end in {timeout_s:g} s") from err
+    return f"process {state.pid}"

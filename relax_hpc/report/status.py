@@ -1,0 +1,88 @@
+"""`relax-hpc status`: one run as a table and a curve, plain or with rich on a terminal."""
+
+import datetime
+import io
+import shutil
+from typing import TextIO
+
+from relax_hpc.recovery.lifecycle import RunState, StepState
+from relax_hpc.report.curve import draw_curves
+from relax_hpc.report.read import RunReport
+from relax_hpc.slurm import compress_hostlist
+
+_COLUMNS = (
+    "step",
+    "status",
+    "start",
+    "restarts",
+    "partition",
+    "nodes",
+    "tasks",
+    "GPUs",
+    "progress",
+)
+
+
+def print_status(report: RunReport, out: TextIO) -> None:
+    """Print the run's life cycle, its steps, and the curves of reward and accuracy."""
+    width = min(100, shutil.get_terminal_size((80, 24)).columns)
+    out.write("\n".join(_head(report.state)) + "\n\n")
+    rows = [_row(step) for step in report.state.steps]
+    if out.isatty():
+        _print_rich(rows, out)
+    else:
+        out.write("\n".join(_plain(rows)) + "\n")
+    chart = draw_curves(report.curves, width)
+    out.write("\n" + "\n".join(chart or ["no metrics yet"]) + "\n")
+
+
+def _head(state: RunState) -> list[str]:
+    where = f"Slurm job {state.job_id}" if state.job_id else "this machine"
+    started = datetime.datetime.fromtimestamp(state.attempt_started).strftime("%Y-%m-%d %H:%M:%S")
+    lines = [
+        f"{state.run}",
+        f"{state.status.value}  train step {state.train_step} of {state.train_steps}  "
+        f"attempt {state.attempt}  {where}  since {started}",
+    ]
+    return [*lines, f"cause: {state.cause}"] if state.cause else lines
+
+
+def _row(step: StepState) -> tuple[str, ...]:
+    return (
+        f"{step.role}-{step.index}",
+        step.status.value,
+        str(step.incarnation),
+        str(step.restarts),
+        ",".join(dict.fromkeys(step.partitions)),
+        compress_hostlist(dict.fromkeys(step.nodes)),
+        str(step.tasks),
+        str(step.gpus) if step.gpus else "",
+        " ".join(f"{key}={value}" for key, value in step.progress.items()),
+    )
+
+
+def _plain(rows: list[tuple[str, ...]]) -> list[str]:
+    table = [_COLUMNS, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def _print_rich(rows: list[tuple[str, ...]], out: TextIO) -> None:
+    import rich.box  # 0.1 s: only where it is seen
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(*_COLUMNS, box=rich.box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*row)
+    rich.console.Console(file=out, highlight=False, markup=False).print(table)
+
+
+def status_text(report: RunReport) -> str:
+    """Return what `print_status` prints without a terminal."""
+    out = io.StringIO()
+    print_status(report, out)
+    return out.getvalue()
