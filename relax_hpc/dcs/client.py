@@ -35,6 +35,7 @@ from relax_hpc.dcs.store import ShardManifest, VersionId, WeightStore, verify_sh
 from relax_hpc.dcs.versions import Committed, specs_digest
 from relax_hpc.errors import DeadlineError, StaleIncarnationError, WeightSyncError
 from relax_hpc.log import kv
+from relax_hpc.transfer.wire import agent_service
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class WeightSubscriber:
 
     def _agent(self, node: str) -> RpcClient:
         if node not in self._agents:
-            self._agents[node] = RpcClient(self._identity.run, f"agent-{node}", self._identity)
+            self._agents[node] = RpcClient(self._identity.run, agent_service(node), self._identity)
         return self._agents[node]
 
 

@@ -130,6 +130,7 @@ class WeightCoordinator:
 
     def __init__(
         self,
+        server: RpcServer,
         identity: Identity,
         *,
         keep: int = KEEP_VERSIONS,
@@ -139,6 +140,7 @@ class WeightCoordinator:
         """Read the journal and register the handlers; `server.run()` starts serving.
 
         Args:
+            server: The server of service `weights`.
             identity: The dcs task that runs this service.
             keep: Newest versions that stay in shared memory.
             lease_s: Life of a read lease that is not renewed.
@@ -155,14 +157,13 @@ class WeightCoordinator:
         self.table.restore(restored)
         for entry in restored:
             self._specs[specs_digest(entry.specs)] = entry.specs
-        self.server = RpcServer(identity.run, SERVICE, identity)
-        self.server.register("announce", Announce, self._announce)
-        self.server.register("wait_newer", WaitNewer, self._wait_newer)
-        self.server.register("acquire", Acquire, self._acquire)
-        self.server.register("release", Release, self._release)
-        self.server.register("lost", Lost, self._lost)
-        self.server.register("sweep", Sweep, self._sweep)
-        self.server.on_newer(self._forget_readers)
+        server.register("announce", Announce, self._announce)
+        server.register("wait_newer", WaitNewer, self._wait_newer)
+        server.register("acquire", Acquire, self._acquire)
+        server.register("release", Release, self._release)
+        server.register("lost", Lost, self._lost)
+        server.register("sweep", Sweep, self._sweep)
+        server.on_newer(self._forget_readers)
 
     async def _announce(self, caller: Caller, request: Announce) -> Announced:
         version = request.manifest.version

@@ -17,7 +17,7 @@ import pytest
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.dcs.client import WeightPublisher, WeightSubscriber
-from relax_hpc.dcs.coordinator import WeightCoordinator
+from relax_hpc.dcs.coordinator import SERVICE, WeightCoordinator
 from relax_hpc.dcs.keeper import WeightKeeper
 from relax_hpc.dcs.layout import Box, TensorSpec
 from relax_hpc.dcs.store import VersionId, WeightStore
@@ -39,9 +39,11 @@ class Run:
         return Identity(run=self.folder, role=role, node=node, address_prefix="127.", **more)
 
     def coordinator(self, **more):
-        coordinator = WeightCoordinator(self.me("dcs", "n01"), **more)
-        coordinator.server.start_thread()
-        self.stack.callback(coordinator.server.stop)
+        me = self.me("dcs", "n01")
+        server = RpcServer(self.folder, SERVICE, me)
+        coordinator = WeightCoordinator(server, me, **more)
+        server.start_thread()
+        self.stack.callback(server.stop)
         return coordinator
 
     def agent(self, node):

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.control.identity import Identity
+from relax_hpc.control.rpc import RpcServer
 from relax_hpc.dcs.client import WeightPublisher
-from relax_hpc.dcs.coordinator import WeightCoordinator
+from relax_hpc.dcs.coordinator import SERVICE, WeightCoordinator
 from relax_hpc.dcs.layout import TensorSpec
 from relax_hpc.runfolder import RunFolder
 
@@ -38,7 +39,9 @@ def main():
             incarnation=incarnation,
             address_prefix="127.",
         )
-        WeightCoordinator(me).server.start_thread()
+        server = RpcServer(run, SERVICE, me)
+        WeightCoordinator(server, me)
+        server.start_thread()
         print("serving", flush=True)
         time.sleep(120)
     else:

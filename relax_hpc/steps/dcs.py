@@ -1,0 +1,305 @@
+"""The dcs step: control plane, sample queue, weights. `python -m relax_hpc.steps.dcs`.
+
+    every task                    task 0 of the first dcs step also leads:
+      node agent (thread)           control   registry, heartbeats, keys   child process
+      weight keeper (thread)        transfer  queue controller             child process
+      membership                    weights   weight coordinator           child process
+
+The services are processes of their own, so that none waits for another's GIL. They die with task 0
+(parent-death signal) and task 0 ends when one of them dies: the fault domain is the step, and the
+next incarnation adopts journals and shared memory.
+
+End: srun and scancel send SIGTERM to every process. That may be the end of the run, or the
+aftermath of one killed task, where shared memory must stay for the next incarnation. So the tasks
+agree first: rank 0 asks every agent of the step whether it lives, and publishes the verdict.
+
+Exit codes: 0 ended in order; 1 something failed; 2 wrong configuration; 143 ended by SIGTERM, and
+shared memory was left for the next incarnation.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from relax_hpc.config import config_from_json
+from relax_hpc.control import registry
+from relax_hpc.control.identity import Identity
+from relax_hpc.control.registry import MemberInfo, Membership, Registry, members
+from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer
+from relax_hpc.dcs import coordinator
+from relax_hpc.dcs.coordinator import WeightCoordinator
+from relax_hpc.dcs.keeper import WeightKeeper
+from relax_hpc.errors import ControlError, DeadlineError, RelaxError, StaleIncarnationError
+from relax_hpc.log import kv, setup_logging
+from relax_hpc.transfer import wire
+from relax_hpc.transfer.agent import NodeAgent, reap_dead_runs
+from relax_hpc.transfer.controller import QueueController
+from relax_hpc.transfer.queue_rules import QueueRulesConfig
+
+_log = logging.getLogger(__name__)
+
+_TERMINATED = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1
+_SERVICES = (registry.SERVICE, wire.SERVICE, coordinator.SERVICE)
+_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_TICK_S = 1.0
+_PING_S = 3.0
+_AGREE_S = 10.0
+"""For the verdict of the end, and for the other tasks to leave: within Slurm's KillWait (30 s)."""
+_SERVICE_END_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one task of the step, or one of its services; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="relax_hpc.steps.dcs", description="The dcs step.")
+    parser.add_argument("--service", choices=_SERVICES, help="internal: run this service only")
+    parser.add_argument("--parent", type=int, help="internal: process id of the task")
+    options = parser.parse_args(arguments)
+    try:
+        identity = Identity.from_env()
+        if options.service is not None:
+            setup_logging(f"dcs-{options.service}", identity.rank, identity.local_rank)
+            return _run_service(options.service, options.parent, identity)
+        setup_logging("dcs", identity.rank, identity.local_rank)
+        return DcsTask(identity).run()
+    except RelaxError as err:
+        _log.error("dcs step failed %s", kv(error=type(err).__name__, reason=err))
+        return err.exit_code
+    except Exception:  # noqa: BLE001 - the process boundary: logged, the supervisor restarts us
+        _log.exception("dcs step failed")
+        return 1
+
+
+# ---------------------------------------------------------------------------------------------
+# A service process
+# ---------------------------------------------------------------------------------------------
+
+
+def _run_service(name: str, parent: int | None, identity: Identity) -> int:
+    """Serve until the task closes our standard input; the task handles the step's signals."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    _die_with(parent)
+    server = RpcServer(identity.run, name, identity)
+    _build_service(name, server, identity)
+    threading.Thread(target=_stop_at_end_of_input, args=(server,), daemon=True).start()
+    server.run()
+    return 0
+
+
+def _build_service(name: str, server: RpcServer, identity: Identity) -> None:
+    if name == registry.SERVICE:
+        Registry(server, identity)
+    elif name == wire.SERVICE:
+        text = identity.run.config.read_text(encoding="utf-8")
+        config = config_from_json(text, str(identity.run.config))
+        QueueController(server, identity, QueueRulesConfig.from_config(config))
+    else:
+        WeightCoordinator(server, identity)
+
+
+def _stop_at_end_of_input(server: RpcServer) -> None:
+    sys.stdin.buffer.read()
+    server.stop()
+
+
+def _die_with(parent: int | None) -> None:
+    """Get SIGKILL when the task dies, however it dies (prctl(2), PR_SET_PDEATHSIG)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise ControlError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+    if parent is not None and os.getppid() != parent:  # it died before the call took effect
+        raise ControlError(f"task {parent} of the dcs step ended while its service started")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Service:
+    name: str
+    process: "subprocess.Popen[bytes]"
+
+
+def _start_services() -> list[_Service]:
+    program = [sys.executable, "-m", "relax_hpc.steps.dcs", "--parent", str(os.getpid())]
+    return [
+        _Service(name, subprocess.Popen([*program, "--service", name], stdin=subprocess.PIPE))
+        for name in _SERVICES
+    ]
+
+
+def _stop_services(services: Sequence[_Service]) -> None:
+    """Ask all to end (end of input), then make sure."""
+    for service in services:
+        if service.process.stdin is not None:
+            service.process.stdin.close()
+    deadline = time.monotonic() + _SERVICE_END_S
+    for service in services:
+        try:
+            service.process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            _log.warning("service killed %s", kv(service=service.name, waited_s=_SERVICE_END_S))
+            service.process.kill()
+            service.process.wait()
+
+
+# ---------------------------------------------------------------------------------------------
+# A task
+# ---------------------------------------------------------------------------------------------
+
+
+class DcsTask:
+    """One task of the step: the agent of its node, and the services when it leads."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._services: list[_Service] = []
+        self._membership = Membership(identity)
+        self._control = RpcClient(identity.run, registry.SERVICE, identity)
+        self._agent = NodeAgent(identity)
+        self._keeper = WeightKeeper(identity)
+
+    def run(self) -> int:
+        """Serve until SIGTERM or a failure; returns the exit code."""
+        # Blocked before threads and children exist: they inherit it, and sigtimedwait gets them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        if self._identity.rank == 0 and self._identity.index == 0:
+            self._services = _start_services()
+        is_orderly = False
+        try:
+            reap_dead_runs()
+            self._keeper.register(self._agent.server)
+            self._agent.server.register("ping", Empty, _pong)
+            self._agent.start()
+            self._keeper.start()
+            if self._join():
+                self._watch()
+            is_orderly = self._agree()
+        finally:
+            self._keeper.stop()
+            self._agent.close(remove=is_orderly)
+            self._end_services()
+        _log.info("dcs task ends %s", kv(orderly=is_orderly))
+        return 0 if is_orderly else _TERMINATED
+
+    def _join(self) -> bool:
+        """Register; False when SIGTERM came first. Looks at the services between short tries."""
+        text = self._identity.run.config.read_text(encoding="utf-8")
+        timeout_s = config_from_json(text).recovery.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._membership.join({"node": self._identity.node}, timeout_s=2.0)
+            except DeadlineError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return True
+            if self._is_asked_to_end(0.0):
+                return False
+
+    def _watch(self) -> None:
+        while not self._is_asked_to_end(_TICK_S):
+            continue
+
+    def _is_asked_to_end(self, wait_s: float) -> bool:
+        """Wait for a signal; True for SIGTERM or SIGINT.
+
+        Raises:
+            ControlError: a part of the task has ended.
+        """
+        info = signal.sigtimedwait(_WATCHED, wait_s)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            _log.info("asked to end %s", kv(signal=signal.Signals(info.si_signo).name))
+            return True
+        for service in self._services:
+            code = service.process.poll()
+            if code is not None:
+                raise ControlError(
+                    f"service {service.name} (pid {service.process.pid}) ended with {code}; its "
+                    "last lines above say why"
+                )
+        if not self._agent.server.is_running:
+            raise ControlError(f"the agent of node {self._identity.node} has ended; see above")
+        if self._membership.is_replaced:
+            raise StaleIncarnationError("a newer dcs step is registered: this one must end")
+        return False
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _agree(self) -> bool:
+        """Is this the end of the whole step, so that shared memory may go?"""
+        me = self._identity
+        key = f"dcs/{me.index}/{me.attempt}.{me.incarnation}/end"
+        try:
+            if me.rank == 0:
+                verdict = "remove" if self._is_step_alive() else "keep"
+                self._membership.publish(key, verdict, timeout_s=_PING_S)
+            else:
+                verdict = self._membership.wait_for(key, _AGREE_S, "verdict of rank 0 on the end")
+        except ControlError as err:
+            _log.warning("shared memory is kept %s", kv(reason=err))
+            return False
+        return verdict == "remove"
+
+    def _is_step_alive(self) -> bool:
+        """Do all tasks of this step answer? If one was killed, the step will be started again."""
+        me = self._identity
+        tasks = [
+            m
+            for m in members(self._control, timeout_s=_PING_S)
+            if (m.role, m.index, m.incarnation) == (me.role, me.index, me.incarnation)
+        ]
+        if len(tasks) < me.world:
+            _log.warning("tasks are missing %s", kv(registered=len(tasks), world=me.world))
+            return False
+        return all(self._answers(task) for task in tasks)
+
+    def _answers(self, task: MemberInfo) -> bool:
+        agent = RpcClient(self._identity.run, wire.agent_service(task.node), self._identity)
+        try:
+            agent.call("ping", Empty(), Empty, timeout_s=_PING_S, why="does the task live?")
+        except ControlError as err:
+            _log.warning("task is dead %s", kv(rank=task.rank, node=task.node, reason=err))
+            return False
+        finally:
+            agent.close()
+        return True
+
+    def _end_services(self) -> None:
+        """Leave; the leader lets the other tasks read the verdict and leave before it."""
+        if self._services and all(s.process.poll() is None for s in self._services):
+            self._wait_for_others()
+            self._membership.leave(timeout_s=_PING_S)
+        elif not self._services:
+            self._membership.leave(timeout_s=_PING_S)
+        _stop_services(self._services)
+
+    def _wait_for_others(self) -> None:
+        me, deadline = self._identity, time.monotonic() + _AGREE_S
+        while time.monotonic() < deadline:
+            try:
+                known = members(self._control, timeout_s=_PING_S)
+            except ControlError as err:
+                _log.warning("others are not waited for %s", kv(reason=err))
+                return
+            others = [
+                m for m in known if m.role == me.role and (m.index, m.rank) != (me.index, me.rank)
+            ]
+            if not others:
+                return
+            time.sleep(0.2)
+
+
+async def _pong(_: Caller, __: Empty) -> None:
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
