@@ -53,6 +53,8 @@ POLL_S = 2.0
 """Length of one long-poll for slots."""
 TICK_S = 2.0
 """Length of one long-poll for weights: also how soon the end and a freed evaluation are seen."""
+_MAX_POLLS = 8
+"""Admissions that wait at the same time, one per engine version of the last POLL_S seconds."""
 _MAX_PROMPT_FAILURES = 3
 """Failed generations of one prompt before it is dropped: else a prompt that breaks engines would
 be dispatched for ever."""
@@ -320,7 +322,8 @@ class RolloutLoop:
                 self._version_changed.clear()
                 version = self._parts.engine.version
                 room = self._max_groups - len(self._groups)
-                if room > 0 and version not in polls.values():
+                is_new = version not in polls.values() and len(polls) < _MAX_POLLS
+                if room > 0 and is_new:
                     poll = self._call(self._parts.admit, version, room, POLL_S)
                     polls[asyncio.create_task(poll)] = version
                 await self._wait_for_change([*polls], is_full=room <= 0)

@@ -6,6 +6,8 @@ SIGTERM; else 1, and the supervisor starts the next incarnation.
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -97,14 +99,19 @@ async def _serve(config: Config, identity: Identity) -> None:
 
 
 def _parallel_admit(identity: Identity) -> Admit:
-    """Ask for slots from several threads: one client keeps to one pending request at a time."""
+    """Ask for slots from several threads, each through a client of its own.
+
+    The queue remembers one grant per (role, index, rank), so that a grant whose reply was lost is
+    given again: requests that run at the same time must not share one, so each client is a rank.
+    """
     idle: list[TransferQueue] = []
+    ranks = itertools.count(1)  # 0 is this task itself
 
     def admit(engine_version: int, max_groups: int, timeout_s: float) -> Admission:
         try:
             client = idle.pop()
         except IndexError:
-            client = TransferQueue(identity)
+            client = TransferQueue(dataclasses.replace(identity, rank=next(ranks)))
         try:
             return client.admit(engine_version, max_groups, timeout_s)
         finally:
