@@ -56,6 +56,7 @@ def server_arguments(config: Config, model: Path, device: str) -> dict[str, str]
         "grammar-backend": "none",
         "custom-weight-loader": LOADER,
         "random-seed": str(config.run.seed),
+        "log-level-http": "warning",  # no line per request
         "device": device,
         "host": "127.0.0.1",  # only the rollout loop beside it talks to it
     }

@@ -156,7 +156,9 @@ class SglangEngine:
         write_secret(key_file, self._key)
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
-            connector=aiohttp.TCPConnector(limit=0),  # SGLang queues, not the client
+            # limit 0: SGLang queues, not the client. New connections: uvicorn closes idle ones after
+            # 5 s, and a request that meets the closing one fails ("Server disconnected").
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         environment = server_environment(
             self._config, self._identity, key_file, self._folder, scratch

@@ -229,13 +229,14 @@ def _matches(whole: BitSum, parts: list[BitSum], num_ranks: int) -> bool:
     """Whether the sum over all ranks is that of the parts: sharded, padded or replicated.
 
     Norms are whole in every rank; with fewer key/value heads than ranks, so are k and v (or a
-    share of them); embeddings are padded with zeros, which add nothing.
+    share of them). Padding with zeros adds nothing: embeddings, and on a CPU the heads of a model
+    whose heads the ranks cannot share evenly.
     """
     for first, rest in ((1, 1), (num_ranks, num_ranks), *((1, n) for n in range(2, num_ranks + 1))):
         copies = [first] + [rest] * (len(parts) - 1)
         size = sum(n * part.size for n, part in zip(copies, parts, strict=True))
         total = sum(n * part.total for n, part in zip(copies, parts, strict=True)) % 2**64
-        padded = len(parts) == 1 and first == 1 and whole.size >= size
+        padded = first == rest == 1 and whole.size >= size
         if total == whole.total and (whole.size == size or padded):
             return True
     return False

@@ -1,4 +1,4 @@
-"""What runs inside SGLang's processes, without SGLang: hash, seeds, loader, stand-ins, redaction."""
+"""What runs inside SGLang's processes, tried without SGLang: hash, seeds, loader, stand-ins."""
 
 import json
 import os

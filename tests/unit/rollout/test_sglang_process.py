@@ -8,12 +8,12 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.sglang.beds import config_of, identity_of
 
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.rollout import sglang_process, sglang_server
 from relax_hpc.rollout.sglang_process import ServerProcess, server_arguments, server_environment
 from tests.conformance import engines
+from tests.sglang.beds import config_of, identity_of
 
 STUB = """
 import os, subprocess, sys, time
@@ -80,8 +80,7 @@ def test_kill_takes_the_whole_group(stub: Any, tmp_path: Path) -> None:
         assert not server.alive
         async with asyncio.timeout(10):
             while (
-                psutil.pid_exists(child)
-                and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+                psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
             ):
                 await asyncio.sleep(0.05)
         lines = server.last_lines()
