@@ -339,7 +339,10 @@ _REMEDIES = (
     ),
     (r"generic resource", "the partition's nodes have no such GPUs (GRES); see `sinfo -o '%P %G'`"),
     (r"time limit is invalid|PartitionTimeLimit", "ask for less time, see `sinfo -o '%P %l'`"),
-    (r"Node count specification invalid", "more nodes than the partition has or allows"),
+    (
+        r"Node count specification invalid|More processors requested",
+        "more nodes or CPUs than the partition has or allows; see `sinfo -o '%P %D %c'`",
+    ),
     (r"presently disabled", "the job was submitted with --no-requeue, or the site forbids requeue"),
     (r"Access.* denied|not authorized", "the job belongs to another user"),
     (r"establish a configuration source|ClusterName needs|configuration file", "set SLURM_CONF"),
@@ -455,21 +458,36 @@ def cancel(job_id: str) -> None:
         _change(["scancel", parse_job_id(job_id).request])
 
 
-def requeue(job_id: str, exclude: Sequence[str] = ()) -> None:
+def requeue(job_id: str, exclude: Sequence[str] = (), end_timeout_s: float = 180.0) -> None:
     """Requeue a job from outside of it and start it at once, without the given nodes.
 
     A requeued job is not eligible for 121 s, but its owner may set its StartTime, and ExcNodeList
     while it is held (22.05 to 25.11). The call ends the job, so a caller inside is killed by it.
 
+    Args:
+        job_id: of a batch job; for a het job any form, all components are requeued.
+        exclude: nodes that the next start must not use.
+        end_timeout_s: for its processes to end (KillWait of the site, epilog).
+
     Raises:
-        SlurmError: unknown job, or requeue is forbidden (--no-requeue, JobRequeue=0).
+        SlurmError: unknown job, requeue forbidden (--no-requeue, JobRequeue=0), it does not end.
     """
     job = parse_job_id(job_id).request
     _change(["scontrol", "requeuehold" if exclude else "requeue", job])
+    _wait_until_requeued(job, end_timeout_s)
     if exclude:
         _change(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}"])
         _change(["scontrol", "release", job])
     _change(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
+
+def _wait_until_requeued(job: str, timeout_s: float) -> None:
+    # When a job has ended Slurm sets its begin time anew: an earlier StartTime=now would be lost.
+    deadline = time.monotonic() + timeout_s
+    while any(parse_state(part["JobState"])[1] is Fate.RUNNING for part in show_job(job)):
+        if time.monotonic() > deadline:
+            raise SlurmError(f"requeued job {job} still has processes after {timeout_s:g} s")
+        time.sleep(0.5)
 
 
 class _Over(SlurmError):

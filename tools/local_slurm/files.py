@@ -105,6 +105,8 @@ def slurm_conf(state: State, shape: Shape, ports: dict[str, int], user: str) -> 
         "SchedulerParameters=sched_interval=2,bf_interval=2,bf_continue,bf_hetjob_immediate",
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
+        # An impossible request is refused by sbatch instead of waiting for ever.
+        "EnforcePartLimits=ALL",
         "JobRequeue=1",
         "JobCompType=jobcomp/filetxt",
         f"JobCompLoc={state.log}/jobcomp.log",

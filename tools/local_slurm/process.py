@@ -55,13 +55,13 @@ def wait_until(ready: Callable[[], bool], deadline_s: float) -> bool:
 
 def stop_processes(processes: dict[int, str], grace_s: float) -> None:
     """TERM, then KILL after the grace time. Args: processes: pid -> start time."""
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
         for pid, start in processes.items():
             signal_pid(pid, start, number)
         if wait_until(lambda: all(start_time(p) != s for p, s in processes.items()), patience_s):
             return
     alive = [pid for pid, start in processes.items() if start_time(pid) == start]
-    raise ClusterError(f"processes {alive} do not end, not even by SIGKILL; see ps -o stat,wchan")
+    raise ClusterError(f"processes {alive} do not end, not even by SIGKILL (ps -o pid,stat,wchan)")
 
 
 def ancestors() -> set[int]:
