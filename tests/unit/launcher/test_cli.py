@@ -1,0 +1,148 @@
+"""Commands as a user runs them: bad input is one sentence with the remedy and exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher_samples import HEADLINE, ROOT, SMALL, environment_of, relax, write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, HEADLINE)
+
+
+def assert_refused(folder: Path, arguments: list[str], says: str, **environment: str) -> None:
+    done = relax(*arguments, cwd=folder, **environment)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not list(folder.glob("runs/*-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["validate", "absent.toml"], "recipe absent.toml does not exist"),
+        (["validate", "recipe.toml", "--set", "train.lrr=1"], "train.lrr: unknown key; valid here"),
+        (["submit", "recipe.toml", "--set", "train.lr"], "write section.key=value"),
+        (["submit", "recipe.toml", "--set", "model.path=gone"], "make_tiny_model"),
+        (["submit", "recipe.toml", "--set", "data.train=empty.jsonl"], "data.train"),
+        (["submit", "recipe.toml", "--set", "data.train=gone.jsonl"], "gone.jsonl"),
+        (["submit", "recipe.toml", "--set", "resources.site=moon"], "known: "),
+        (["submit", "recipe.toml", "--set", "run.init_from=runs/x@3"], "no exported weights"),
+        (["submit"], "give a recipe or --resume RUN"),
+        (["submit", "recipe.toml", "--steps", "3"], "--steps belongs to --resume"),
+        (["submit", "--resume", "runs/none-1"], "there are no runs in runs/"),
+        (["status", "77"], "'77' is no run"),
+        (["supervise", "recipe.toml"], "not inside a Slurm job"),
+        (["supervise"], "give one of"),
+        (["validate", "recipe.toml", "--inputs", "--set", "model.path=gone"], "no such folder"),
+    ],
+)
+def test_bad_input(recipe: Path, arguments: list[str], says: str) -> None:
+    (recipe.parent / "empty.jsonl").write_text("")
+    assert_refused(recipe.parent, arguments, says, PATH="/usr/bin:/bin", SLURM_JOB_ID="")
+
+
+def test_no_slurm_at_all(recipe: Path, tmp_path: Path) -> None:
+    """Without sbatch on PATH nothing is submitted and the other ways are named."""
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    assert_refused(recipe.parent, ["submit", "recipe.toml"], "no Slurm", PATH=str(empty))
+
+
+def test_validate_notes_what_is_not_here_yet(recipe: Path) -> None:
+    done = relax(
+        "validate", "recipe.toml", "--set", "model.path=later", "--json", cwd=recipe.parent
+    )
+    told = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert told["valid"]
+    assert "model.path='later'" in told["missing_inputs"][0]
+
+
+def test_plan_lists_components_and_steps(recipe: Path) -> None:
+    text = relax("plan", "recipe.toml", cwd=recipe.parent).stdout
+    assert "component 0: dcs, train  partition train  nodes 1" in text
+    assert "step rollout-3: 1 tasks  component 1 nodes 0 x 1  GPUs 6,7" in text
+    plan = json.loads(relax("plan", "recipe.toml", "--json", cwd=recipe.parent).stdout)
+    assert len(plan["steps"]) == 6
+
+
+def test_dry_run_prints_the_script_and_writes_nothing(recipe: Path) -> None:
+    before = sorted(recipe.parent.iterdir())
+    one = relax("submit", "recipe.toml", "--dry-run", cwd=recipe.parent)
+    two = relax("submit", "recipe.toml", "--dry-run", cwd=recipe.parent)
+    assert one.returncode == 0
+    assert one.stdout == two.stdout
+    assert "#SBATCH hetjob" in one.stdout
+    assert "supervise --config" in one.stdout
+    assert sorted(recipe.parent.iterdir()) == before
+
+
+def test_render_keeps_overrides(recipe: Path) -> None:
+    done = relax("render", "recipe.toml", "--set", "resources.time_min=7", cwd=recipe.parent)
+    assert "#SBATCH --time=7" in done.stdout
+    assert "supervise recipe.toml --set resources.time_min=7 " in done.stdout
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
+    assert relax("fly", cwd=tmp_path).returncode == 2
+
+
+def test_supervisor_checks_first_when_plain_sbatch_started_it(recipe: Path) -> None:
+    """The script's process ends with 2 before any step was started."""
+    job = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_HET_SIZE": "",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_CPUS_PER_NODE": "4",
+    }
+    says = "needs components of [1, 1] nodes but job 9 has [1]"
+    assert_refused(recipe.parent, ["supervise", "recipe.toml"], says, **job)
+
+
+def test_a_pipe_that_closes_is_no_error(recipe: Path) -> None:
+    command = f"{sys.executable} -m relax_hpc.cli plan recipe.toml | true"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=recipe.parent,
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+
+
+def test_local_run_has_no_script(tmp_path: Path) -> None:
+    write_recipe(tmp_path, SMALL)
+    done = relax("render", "recipe.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "relax-hpc submit" in done.stderr
+    assert "step train-0" in relax("submit", "recipe.toml", "--dry-run", cwd=tmp_path).stdout
+
+
+def test_help_needs_no_heavy_module() -> None:
+    code = (
+        "import sys, relax_hpc.cli as c\n"
+        "try: c.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} "
+        "& {'torch', 'numpy', 'submitit', 'rich', 'zmq'}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "[]"
+    assert "submit" in done.stdout
