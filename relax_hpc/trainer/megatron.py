@@ -144,9 +144,10 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
         # Read when DDP is built: without it gradients are scaled by 1/dp, silently.
         "calculate_per_token_loss": True,
-        # Weights come from files: allocate, do not initialise.
         "use_cpu_initialization": is_cpu(),
-        "perform_initialization": False,
+        # Weights come from files all the same, but only initialisation marks parameters as sharded
+        # over TP; without the mark the gradient norm counts one rank's part only.
+        "perform_initialization": True,
         # These need Apex, Transformer Engine or compiled extensions.
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -166,7 +167,7 @@ def transformer_config(
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
-    """Build this rank's part of the model on its device; weights are not initialised."""
+    """Build this rank's part of the model on its device; the weights are random."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = PackedRMSNorm

@@ -8,30 +8,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
+from relax_hpc.config import TrainConfig
 from relax_hpc.dcs.layout import Box, TensorSpec, check_coverage
+from relax_hpc.records import Row
+from relax_hpc.trainer.hf_weights import open_hf_folder
+from relax_hpc.trainer.megatron_compat import import_megatron
+from relax_hpc.trainer.model_config import read_model_shape
 from tests.distributed.launch import run_distributed
 from tests.distributed.tiny_models import VOCAB, make_config, make_model, make_rows
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)]
-MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False), ("qwen2", True)]
+MODELS = ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied", "qwen2-tied"]
+EXPORTED = ["qwen3-untied", "llama-tied"]
 
 
-def _build(folder: str, tp: int, pp: int, sp: bool, is_training: bool = False) -> typing.Any:
-    from megatron.core import parallel_state
+class Layout:
+    """One TP x PP of all ranks; models are built on the same process groups."""
 
-    from relax_hpc.trainer.build import build_backend
+    def __init__(self, tp: int, pp: int, sp: bool) -> None:
+        from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    ranks = torch.distributed.get_world_size()
-    config = make_config(
-        Path(folder),
-        train={"tp": tp, "pp": pp, "sequence_parallel": sp},
-        resources={"train": {"ranks": ranks}},
-    )
-    return build_backend(config, config.train, is_training)
+        from relax_hpc.trainer import megatron
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        self.train = TrainConfig(tp=tp, pp=pp, sequence_parallel=sp)
+        megatron.initialize_parallel(self.train, timeout_min=2, seed=0)
+        self.groups, self.place = megatron.make_control_groups()
+
+    def backend(self, folder: Path) -> typing.Any:
+        from relax_hpc.trainer import megatron
+
+        shape = read_model_shape(folder)
+        args = (shape, self.train, torch.float32, self.groups, self.place)
+        backend = megatron.MegatronBackend(*args)
+        with open_hf_folder(folder) as read:
+            backend.load_tensors(read)
+        return backend
 
 
 def _logits(backend: typing.Any, rows: list[typing.Any]) -> dict[int, torch.Tensor]:
@@ -61,76 +75,102 @@ def _logits(backend: typing.Any, rows: list[typing.Any]) -> dict[int, torch.Tens
     return found
 
 
-def parity(root: str) -> dict[str, float]:
-    """Largest logit difference to transformers for every model and layout (4 ranks)."""
-    worst = {}
+def parity_and_pieces(root: str) -> typing.Any:
+    """Four ranks: logits of every model and layout, then boxes and export at TP 2 x PP 2."""
+    import_megatron()
+    return {"parity": _parity(Path(root)), "pieces": {m: _pieces(Path(root), m) for m in EXPORTED}}
+
+
+def _parity(root: Path) -> dict[str, float]:
+    """Largest logit difference to transformers, on ranks of the last stage; 0.0 elsewhere."""
     rows = make_rows(3, groups=3, max_tokens=20)
-    for kind, tied in MODELS:
-        folder = Path(root) / f"{kind}-{tied}"
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        with torch.no_grad():
-            wanted = [
-                reference(torch.tensor(row.fields["tokens"].astype(np.int64))[None]).logits[0]
-                for row in rows
-            ]
-        for tp, pp, sp in LAYOUTS:
-            logits = _logits(_build(str(folder), tp, pp, sp), rows)
-            differences = [(logits[i] - wanted[i]).abs().max().item() for i in logits]
-            worst[f"{kind} tied={tied} tp={tp} pp={pp} sp={sp}"] = max(differences, default=0.0)
+    wanted = {model: torch.load(root / model / "logits.pt") for model in MODELS}
+    worst = {}
+    for tp, pp, sp in LAYOUTS:
+        layout = Layout(tp, pp, sp)
+        for model in MODELS:
+            logits = _logits(layout.backend(root / model), rows)
+            differences = [(logits[i] - wanted[model][i]).abs().max().item() for i in logits]
+            worst[f"{model} tp={tp} pp={pp} sp={sp}"] = max(differences, default=0.0)
     return worst
 
 
-def test_logits_equal_transformers(tmp_path: Path) -> None:
-    for kind, tied in MODELS:
-        make_model(tmp_path / f"{kind}-{tied}", kind, tied)
-    results = run_distributed(parity, 4, str(tmp_path))
-    for name in results[0]:
-        differences = [result[name] for result in results]
+def _pieces(root: Path, model: str) -> typing.Any:
+    """This rank's boxes with their bytes as hex; also exports."""
+    backend = Layout(2, 2, False).backend(root / model)
+    backend.prepare_training()  # moves the parameters into megatron's buffers
+    backend.export_hf(root / f"{model}-export", root / model)
+    specs = [(s.name, s.dtype, s.shape) for s in backend.specs()]
+    found = [
+        (box.name, box.start, box.stop, dtype, data.tobytes().hex())
+        for box, dtype, data in backend.pieces()
+    ]
+    return [dataclasses.asdict(backend.place), specs, found]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and the logits that transformers computes for each row alone, unpacked."""
+    folder = tmp_path_factory.mktemp("parity")
+    rows = make_rows(3, groups=3, max_tokens=20)
+    tokens = [torch.tensor(row.fields["tokens"].astype(np.int64)) for row in rows]
+    for name in MODELS:
+        kind, _, tie = name.partition("-")
+        model = make_model(folder / name, kind, tied=tie == "tied")
+        with torch.no_grad():
+            logits = [model(t[None]).logits[0] for t in tokens]
+        torch.save(logits, folder / name / "logits.pt")
+        (folder / f"{name}-export").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> list[typing.Any]:
+    return run_distributed(parity_and_pieces, 4, str(root))
+
+
+def test_logits_equal_transformers(results: list[typing.Any]) -> None:
+    for name in results[0]["parity"]:
+        differences = [result["parity"][name] for result in results]
         assert max(differences) > 0, f"{name}: nothing was compared"
         assert max(differences) < 1e-4, f"{name}: {differences}"
 
 
-def pieces(folder: str, export: str) -> list[typing.Any]:
-    """For TP 2 x PP 2: this rank's boxes with their bytes as hex; also exports."""
-    backend = _build(folder, 2, 2, False, is_training=True)
-    backend.export_hf(Path(export), Path(folder))
-    place = dataclasses.asdict(backend.place)
-    specs = [(s.name, s.dtype, s.shape) for s in backend.specs()]
-    found = [(b.name, b.start, b.stop, dtype, data.tobytes().hex()) for b, dtype, data in backend.pieces()]
-    return [place, specs, found]
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3", False), ("llama", True)])
-def test_pieces_cover_the_model_once_and_export_loads(
-    tmp_path: Path, kind: str, tied: bool
-) -> None:
-    model = make_model(tmp_path / "model", kind, tied)
-    (tmp_path / "export").mkdir()
-    results = run_distributed(pieces, 4, str(tmp_path / "model"), str(tmp_path / "export"))
-    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in results[0][1]]
+@pytest.mark.parametrize("name", EXPORTED)
+def test_pieces_cover_the_model_once(root: Path, results: list[typing.Any], name: str) -> None:
+    by_rank = [result["pieces"][name] for result in results]
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in by_rank[0][1]]
     boxes: dict[int, list[Box]] = {}
     tensors = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in specs}
-    for place, _specs, found in results:
+    for place, _specs, found in by_rank:
         assert place["shards_per_replica"] == 4
         boxes[place["shard_rank"]] = []
-        for name, start, stop, dtype, data in found:
-            box = Box(name, tuple(start), tuple(stop))
+        for tensor, start, stop, dtype, data in found:
+            box = Box(tensor, tuple(start), tuple(stop))
             boxes[place["shard_rank"]].append(box)
             assert dtype == "float32"
             values = np.frombuffer(bytes.fromhex(data), np.float32)
-            tensors[name][box.slices] = values.reshape(box.shape)
+            tensors[tensor][box.slices] = values.reshape(box.shape)
     check_coverage(specs, boxes)
-    wanted = dict(model.named_parameters())
+    wanted = dict(_load(root / name).named_parameters())
     assert tensors.keys() == wanted.keys()  # parameters name tied embeddings once
-    for name, parameter in wanted.items():
-        assert np.array_equal(tensors[name], parameter.detach().numpy()), name
-    _check_export(tmp_path / "export", model)
+    for tensor, parameter in wanted.items():
+        assert np.array_equal(tensors[tensor], parameter.detach().numpy()), tensor
 
 
-def _check_export(folder: Path, model: transformers.PreTrainedModel) -> None:
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_loads_in_transformers(root: Path, name: str) -> None:
+    folder = root / f"{name}-export"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2  # one file per pipeline stage
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    loaded, model = _load(folder), _load(root / name)
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def _load(folder: Path) -> typing.Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

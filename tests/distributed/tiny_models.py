@@ -1,10 +1,10 @@
 """Tiny models in Hugging Face format with non-trivial norms, and rows to train them on."""
 
+import typing
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 from relax_hpc.config import Config, config_from_tree
 from relax_hpc.records import FinishReason, Row
@@ -12,10 +12,10 @@ from relax_hpc.records import FinishReason, Row
 VOCAB = 101  # odd: tensor parallelism has to pad it
 
 
-def make_model(
-    folder: Path, kind: str = "qwen3", tied: bool = True
-) -> transformers.PreTrainedModel:
+def make_model(folder: Path, kind: str = "qwen3", tied: bool = True) -> typing.Any:
     """Write a 4-layer model (head_dim != hidden / heads for Qwen3) and return it."""
+    import transformers  # slow to import, and the ranks do not need it
+
     options = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
