@@ -7,6 +7,7 @@ SIGTERM; else 1, and the supervisor starts the next incarnation.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import AsyncIterator
 from relax_hpc.config import Config, config_from_json
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.registry import Membership
-from relax_hpc.data.prompts import load_prompts
+from relax_hpc.data.prompts import PromptSet, load_prompts
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
 from relax_hpc.dcs.client import WeightSubscriber
 from relax_hpc.errors import RelaxError
@@ -41,7 +42,9 @@ def main() -> int:
         # Each engine is a fault domain with a log of its own: INFO from all of them.
         setup_logging(f"rollout-{identity.index}", identity.rank, identity.local_rank)
         config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
-        return asyncio.run(_until_signal(config, identity))
+        # Not asyncio.run: at its end it waits for threads, and a cancelled call to a dcs step that
+        # is gone holds its thread for minutes. The process ends by os._exit below.
+        return asyncio.new_event_loop().run_until_complete(_until_signal(config, identity))
     except RelaxError as err:
         log.error("rollout step failed %s", kv(error=type(err).__name__, reason=err))
         return err.exit_code
@@ -65,19 +68,18 @@ async def _until_signal(config: Config, identity: Identity) -> int:
 async def _serve(config: Config, identity: Identity) -> None:
     membership = Membership(identity)
     # Joined before the engine is up: what the last incarnation held is dispatched again at once.
-    await asyncio.to_thread(membership.join, {})
+    start_s = config.recovery.start_timeout_s
+    await asyncio.to_thread(functools.partial(membership.join, {}, timeout_s=start_s))
     membership.report(state="starting")
     engine = make_engine(config, identity)
     metrics = MetricWriter(identity.run, "rollout", identity.index)
     try:
-        await engine.start()
-        tokenizer = load_tokenizer(config.model.path)
+        # At the same time: a server takes as long to start as transformers takes to import.
+        _, (tokenizer, train_prompts, eval_prompts) = await asyncio.gather(
+            engine.start(), asyncio.to_thread(_load_data, config)
+        )
         queue = TransferQueue(identity)
-        train_prompts = load_prompts(config.data, "train", tokenizer)
         await asyncio.to_thread(queue.open_dataset, len(train_prompts), train_prompts.fingerprint)
-        eval_prompts: Prompts = ()
-        if config.data.eval:
-            eval_prompts = load_prompts(config.data, "eval", tokenizer)
         async with _group_maker(config, engine, tokenizer) as maker:
             parts = LoopParts(
                 engine=engine,
@@ -96,6 +98,14 @@ async def _serve(config: Config, identity: Identity) -> None:
         await engine.close()
         metrics.close()
         await asyncio.to_thread(membership.leave)
+
+
+def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, Prompts]:
+    tokenizer = load_tokenizer(config.model.path)
+    train_prompts = load_prompts(config.data, "train", tokenizer)
+    if not config.data.eval:
+        return tokenizer, train_prompts, ()
+    return tokenizer, train_prompts, load_prompts(config.data, "eval", tokenizer)
 
 
 def _parallel_admit(identity: Identity) -> Admit:
