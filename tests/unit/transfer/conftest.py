@@ -5,12 +5,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer, create_keys
-from relax_hpc.records import FinishReason, PromptSlot, Sample
 from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.controller import QueueController
@@ -57,24 +55,3 @@ def serve(folder: RunFolder, who: Callable[..., Identity]) -> Iterator[Callable[
     yield start
     for server in servers:
         server.stop()
-
-
-def make_sample(version: int = 0, num_response: int = 3, mark: int = 7) -> Sample:
-    """One sample: 2 prompt tokens and `num_response` response tokens."""
-    return Sample(
-        num_prompt_tokens=2,
-        finish_reason=FinishReason.STOP,
-        fields={
-            "tokens": np.arange(2 + num_response, dtype=np.int32) + mark,
-            "rollout_logprobs": np.full(num_response, -0.5, np.float32),
-            "token_versions": np.full(num_response, version, np.int32),
-            "loss_mask": np.ones(num_response, np.uint8),
-            "reward": np.float32(1.0).reshape(()),
-            "accuracy": np.asarray(0.5, np.float32),
-        },
-    )
-
-
-def make_group(slot: PromptSlot, version: int = 0, size: int = 2) -> list[Sample]:
-    """Samples whose tokens tell the prompt, so that mixed-up payload is seen."""
-    return [make_sample(version, 1 + i, 1000 * slot.prompt_index) for i in range(size)]

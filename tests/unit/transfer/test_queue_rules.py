@@ -125,6 +125,7 @@ class Simulation:
 
     def begin(self, step: int) -> None:
         self.do(self.rules.begin_train(self.train_caller(), wire.BeginTrain(self.key(), step)))
+        assert all(g.engine_version <= step for g in self.data.groups.values()), "lost branch"
         self.next_chunk, self.live = 0, []
         for later in [s for s in self.trained if s >= step]:
             del self.trained[later]
@@ -228,7 +229,7 @@ def test_no_group_is_ever_trained_beyond_the_bound_and_none_is_lost(
             break
     run.check_every_prompt_is_in_one_place()
     assert run.rules.is_done, f"stuck: {run.rules.status()}"
-    assert max(run.staleness) <= max_staleness
+    assert min(run.staleness) >= 0 and max(run.staleness) <= max_staleness
     assert run.data.ledger.trained == run.trained
     assert sorted(run.trained) == list(range(config.train_steps))
     prompts = [tuple(u.split(".")[:2]) for uids in run.trained.values() for u in uids]

@@ -14,14 +14,15 @@ from relax_hpc.runfolder import RunFolder
 from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
-from .conftest import RULES, make_group, make_sample
+from .conftest import RULES
+from .queue_process import make_group, make_sample
 
 Who = Callable[..., Identity]
 Serve = Callable[..., RpcServer]
 
 
 def _fill(queue: TransferQueue, version: int, num_groups: int) -> list[str]:
-    slots = queue.admit(version, num_groups, 5.0).slots
+    slots = queue.admit(version, num_groups, 0.0).slots
     for slot in slots:
         assert queue.put_group(slot, make_group(slot, version))
     return [slot.uid for slot in slots]
