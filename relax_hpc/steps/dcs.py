@@ -54,7 +54,7 @@ _TICK_S = 1.0
 _PING_S = 3.0
 _AGREE_S = 10.0
 """For the verdict of the end, and for the other tasks to leave: within Slurm's KillWait (30 s)."""
-_SERVICE_END_S = 5.0
+_SERVICE_END_S = 8.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,7 +184,9 @@ class DcsTask:
         finally:
             self._keeper.stop()
             self._agent.close(remove=is_orderly)
-            self._end_services()
+            if is_orderly:  # else the next incarnation replaces us, or control is gone
+                self._leave()
+            _stop_services(self._services)
         _log.info("dcs task ends %s", kv(orderly=is_orderly))
         return 0 if is_orderly else _TERMINATED
 
@@ -242,6 +244,7 @@ class DcsTask:
                 verdict = "remove" if self._is_step_alive() else "keep"
                 self._membership.publish(key, verdict, timeout_s=_PING_S)
             else:
+                members(self._control, timeout_s=_PING_S)  # dead with rank 0: no need to wait long
                 verdict = self._membership.wait_for(key, _AGREE_S, "verdict of rank 0 on the end")
         except ControlError as err:
             _log.warning("shared memory is kept %s", kv(reason=err))
@@ -272,14 +275,11 @@ class DcsTask:
             agent.close()
         return True
 
-    def _end_services(self) -> None:
+    def _leave(self) -> None:
         """Leave; the leader lets the other tasks read the verdict and leave before it."""
-        if self._services and all(s.process.poll() is None for s in self._services):
+        if self._services:
             self._wait_for_others()
-            self._membership.leave(timeout_s=_PING_S)
-        elif not self._services:
-            self._membership.leave(timeout_s=_PING_S)
-        _stop_services(self._services)
+        self._membership.leave(timeout_s=_PING_S)
 
     def _wait_for_others(self) -> None:
         me, deadline = self._identity, time.monotonic() + _AGREE_S

@@ -117,6 +117,13 @@ def wait_for_members(folder, incarnation):
     client.close()
 
 
+def is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def weights(seed):
     generator = np.random.default_rng(seed)
     return {s.name: generator.integers(0, 256, s.nbytes, dtype=np.uint8) for s in SPECS}
@@ -146,10 +153,9 @@ def test_publish_kill_restart_fetch_and_clean_end(folder, start):
 
     first.tasks[0].kill()
     first.tasks[0].wait(timeout=30)
-    psutil.wait_procs(services, timeout=30)
-    assert not [s for s in services if s.is_running() and s.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not any(map(is_alive, services)), "death of the services")
     first.tasks[1].terminate()  # as srun does with the tasks that are left
-    assert first.tasks[1].wait(timeout=60) == 128 + signal.SIGTERM
+    assert first.tasks[1].wait(timeout=60) == 128 + signal.SIGTERM, first.log.read_text()
     assert all(folder.shm(node).is_dir() for node in NODES), "the next incarnation needs it"
 
     second = start(2)
@@ -160,7 +166,7 @@ def test_publish_kill_restart_fetch_and_clean_end(folder, start):
         task.terminate()
     assert second.wait() == [0, 0], second.log.read_text()
     assert not [node for node in NODES if folder.shm(node).exists()]
-    assert not list(folder.control.glob("*.addr"))
+    assert not list(folder.control.glob("*.addr")), second.log.read_text()
 
 
 def test_a_dead_service_ends_its_task_and_the_step_starts_again(folder, start):
