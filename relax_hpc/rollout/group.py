@@ -13,6 +13,7 @@ from relax_hpc.algorithms.advantages import is_informative
 from relax_hpc.algorithms.shaping import overlong_punishment
 from relax_hpc.config import AlgorithmConfig, RolloutConfig
 from relax_hpc.data.tokenizer import Tokenizer
+from relax_hpc.errors import EngineError
 from relax_hpc.records import Completion, FinishReason, Prompt, PromptSlot, RewardResult, Sample
 from relax_hpc.rewards.reward import RewardFunction
 from relax_hpc.rollout.engine import Engine, GenerateRequest
@@ -103,7 +104,21 @@ class GroupMaker:
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         seed: int,
+        deadline_s: float,
     ) -> None:
+        """Keep the parts.
+
+        Args:
+            engine: started engine.
+            reward: scores one completion.
+            tokenizer: of the model.
+            stop_token_ids: tokens that end a completion.
+            rollout: sampling.
+            algorithm: filter and shaping.
+            seed: of the run.
+            deadline_s: for all samples of one prompt, waiting for the engine included.
+        """
+        self._deadline_s = deadline_s
         self._engine, self._reward, self._tokenizer = engine, reward, tokenizer
         self._stop_token_ids = stop_token_ids
         self._rollout, self._algorithm, self._seed = rollout, algorithm, seed
@@ -134,7 +149,11 @@ class GroupMaker:
     async def generate(
         self, prompt: Prompt, uid: str, num_samples: int, sampling: Sampling
     ) -> list[Completion]:
-        """Generate samples at the same time; if one fails, the others are aborted."""
+        """Generate samples at the same time; if one fails or hangs, all are aborted.
+
+        Raises:
+            EngineError: a request failed, or the deadline passed.
+        """
         requests = [
             GenerateRequest(
                 request_id=f"{uid}/{index}",
@@ -148,7 +167,14 @@ class GroupMaker:
             )
             for index in range(num_samples)
         ]
-        completions = await all_or_cancel([self._engine.generate(r) for r in requests])
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                completions = await all_or_cancel([self._engine.generate(r) for r in requests])
+        except TimeoutError as err:
+            raise EngineError(
+                f"{uid}: {num_samples} samples were not generated within {self._deadline_s:g} s "
+                "(half of recovery.progress_timeout_s)"
+            ) from err
         return [self._cut_at_stop_string(c) for c in completions]
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:

@@ -53,6 +53,8 @@ POLL_S = 2.0
 """Length of one long-poll for slots."""
 TICK_S = 2.0
 """Length of one long-poll for weights: also how soon the end and a freed evaluation are seen."""
+GENERATION_FAILED = "generation_failed"
+"""Reason of a group whose generation failed, as the queue counts it."""
 _MAX_POLLS = 8
 """Admissions that wait at the same time, one per engine version of the last POLL_S seconds."""
 _MAX_PROMPT_FAILURES = 3
@@ -375,6 +377,8 @@ class RolloutLoop:
             )
         self._tally.add(result)
         self._report()
+        if result.reason == GENERATION_FAILED and not await self._parts.engine.healthy():
+            raise EngineError(f"the engine is gone: {result.detail}")
         if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             raise EngineError(
                 f"{self._failures_in_a_row} groups in a row could not be generated, the last one: "
@@ -403,7 +407,7 @@ class RolloutLoop:
         is_hopeless = self._prompt_failures[slot.prompt_index] >= _MAX_PROMPT_FAILURES
         return GroupResult(
             verdict=Verdict.DROP if is_hopeless else Verdict.RETURN,
-            reason="generation_failed",
+            reason=GENERATION_FAILED,
             detail=str(error),
         )
 

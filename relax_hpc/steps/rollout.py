@@ -145,6 +145,8 @@ async def _group_maker(
             rollout=config.rollout,
             algorithm=config.algorithm,
             seed=config.run.seed,
+            # Half: a straggler's prompt is dispatched again before the run is given up.
+            deadline_s=config.recovery.progress_timeout_s / 2,
         )
     finally:
         await close_reward(reward)

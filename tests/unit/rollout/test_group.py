@@ -65,7 +65,11 @@ class Scripted:
 
 
 def make_maker(
-    engine: Any, reward: Any, algorithm: AlgorithmConfig | None = None, **rollout: Any
+    engine: Any,
+    reward: Any,
+    algorithm: AlgorithmConfig | None = None,
+    rollout_deadline_s: float = 60.0,
+    **rollout: Any,
 ) -> GroupMaker:
     settings = {"groups_per_step": 1, "group_size": 2, "max_response_tokens": 10} | rollout
     return GroupMaker(
@@ -76,6 +80,7 @@ def make_maker(
         rollout=RolloutConfig(**settings),
         algorithm=AlgorithmConfig() if algorithm is None else algorithm,
         seed=0,
+        deadline_s=rollout_deadline_s,
     )
 
 
@@ -135,6 +140,14 @@ def test_one_failed_request_aborts_the_rest_of_its_group() -> None:
     engine = Scripted("hang", "fail")
     with pytest.raises(EngineError):
         asyncio.run(make_maker(engine, has_a).make(SLOT, PROMPT))
+    assert engine.cancelled == 1
+
+
+def test_a_straggler_ends_at_the_deadline() -> None:
+    engine = Scripted("ab", "hang")
+    maker = make_maker(engine, has_a, rollout_deadline_s=0.1)
+    with pytest.raises(EngineError, match=r"0\.0\.1: 2 samples were not generated"):
+        asyncio.run(maker.make(SLOT, PROMPT))
     assert engine.cancelled == 1
 
 

@@ -293,6 +293,7 @@ class World:
             rollout=self.config.rollout,
             algorithm=self.config.algorithm,
             seed=self.config.run.seed,
+            deadline_s=self.config.recovery.progress_timeout_s,
         )
         prompts = [
             Prompt(token_ids=[2, 3, i], label=str(i), text="", metadata={})
@@ -452,6 +453,15 @@ def test_an_engine_that_fails_everything_ends_the_step() -> None:
     with pytest.raises(EngineError, match=r"in a row.*the request failed"):
         asyncio.run(world.run())
     assert world.service.returned["generation_failed"] >= 8
+
+
+def test_a_dead_engine_ends_the_step_at_once() -> None:
+    world = make_world()
+    world.engine.fail = lambda r: True
+    world.engine.is_healthy = False
+    with pytest.raises(EngineError, match="the engine is gone: the request failed"):
+        asyncio.run(world.run())
+    assert world.service.returned["generation_failed"] >= 1
 
 
 def test_aborted_groups_go_back() -> None:
