@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it ships no stubs
+import psutil
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.runfolder import RunFolder

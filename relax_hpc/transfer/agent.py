@@ -92,7 +92,7 @@ class NodeAgent:
         self._stop.set()
         self.server.stop()
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=0.1)  # daemons: a long-poll may go on
         if remove:
             shutil.rmtree(self._folder, ignore_errors=True)
             logger.info("removed %s", kv(folder=self._folder))

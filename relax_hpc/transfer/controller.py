@@ -256,7 +256,7 @@ class QueueController:
         return wire.Versions(self._rules.evals_pending())
 
     async def _release_producer(self, caller: Caller, request: wire.Producer) -> None:
-        self._apply([q.ProducerLost(request.role, request.index)])
+        self._apply([q.ProducerLost(request.role, request.index, request.incarnation)])
         await self._durable()
 
     async def _status(self, caller: Caller, request: Empty) -> wire.QueueStatus:

@@ -78,7 +78,7 @@ class QueueData(msgspec.Struct):
     """"TASK UID SAMPLE" -> client, see `lease_key`."""
     train_key: str = ""
     train_incarnation: int = 0
-    """The incarnation of role train that called begin_train last."""
+    """The incarnation of role train that called begin_train last; 0: none, or it is known dead."""
     eval_claims: dict[int, str] = msgspec.field(default_factory=dict)
     evals_finished: list[int] = msgspec.field(default_factory=list)
     garbage: dict[str, set[str]] = msgspec.field(default_factory=dict)
@@ -110,10 +110,11 @@ class CallerSeen(Event, tag="caller"):
 
 
 class ProducerLost(Event, tag="lost"):
-    """The supervisor knows that an engine is dead."""
+    """The supervisor knows that an incarnation is dead."""
 
     role: str
     index: int
+    incarnation: int
 
 
 class DatasetOpened(Event, tag="dataset"):

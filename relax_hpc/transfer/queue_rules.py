@@ -82,8 +82,13 @@ class QueueRules:
 
     @property
     def is_done(self) -> bool:
-        """All train steps are complete."""
-        return self.state.data.version >= self.config.train_steps
+        """All train steps are complete, and no train step is known to be lost since.
+
+        A train step that died between its last update and its last checkpoint comes back with an
+        older version: engines that wait for it must not end.
+        """
+        data = self.state.data
+        return data.version >= self.config.train_steps and data.train_incarnation > 0
 
     # -- rollout ------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class QueueState:
     def _(self, event: q.AttemptBegun) -> None:
         data = self.data
         self._end_groups(list(data.groups), "attempt")
-        data.attempt = event.attempt
+        data.attempt, data.train_incarnation = event.attempt, 0
         data.chunks, data.num_assigned = [], 0
         data.admissions, data.takes, data.eval_claims = {}, {}, {}
         data.leases, data.garbage = {}, {}
@@ -87,26 +87,18 @@ class QueueState:
     @_apply.register
     def _(self, event: q.CallerSeen) -> None:
         self.data.callers[f"{event.role}/{event.index}"] = (event.attempt, event.incarnation)
-        lost = [
-            uid
-            for uid, group in self.data.groups.items()
-            if group.phase is q.Phase.GENERATING
-            and (group.role, group.index) == (event.role, event.index)
-            and group.incarnation < event.incarnation
-        ]
-        self._end_groups(lost, "producer_lost")
+        self._lose_producer(event.role, event.index, event.incarnation - 1)
         self._release_client(event.role, event.index)
 
     @_apply.register
     def _(self, event: q.ProducerLost) -> None:
-        lost = [
-            uid
-            for uid, group in self.data.groups.items()
-            if group.phase is q.Phase.GENERATING
-            and (group.role, group.index) == (event.role, event.index)
-        ]
-        self._end_groups(lost, "producer_lost")
+        self._lose_producer(event.role, event.index, event.incarnation)
+        _, newest = self.data.callers.get(f"{event.role}/{event.index}", (0, 0))
+        if newest > event.incarnation:
+            return  # its next start is here already: leases and claims are that one's
         self._release_client(event.role, event.index)
+        if event.role == "train":
+            self.data.train_incarnation = 0
 
     @_apply.register
     def _(self, event: q.DatasetOpened) -> None:
@@ -235,6 +227,17 @@ class QueueState:
         self.data.eval_claims.pop(event.version, None)
 
     # -- parts of events ----------------------------------------------------------------------
+
+    def _lose_producer(self, role: str, index: int, last_incarnation: int) -> None:
+        """Dispatch again what incarnations up to `last_incarnation` had not put."""
+        lost = [
+            uid
+            for uid, group in self.data.groups.items()
+            if group.phase is q.Phase.GENERATING
+            and (group.role, group.index) == (role, index)
+            and group.incarnation <= last_incarnation
+        ]
+        self._end_groups(lost, "producer_lost")
 
     def _check_ready(self, group: q.Group) -> None:
         if group.phase is q.Phase.WAITING and not any(group.missing.values()):

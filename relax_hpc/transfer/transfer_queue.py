@@ -250,9 +250,14 @@ class TransferQueue:
         reply = self._call("evals_pending", Empty(), wire.Versions, why="pending evals")
         return reply.versions
 
-    def release_producer(self, role: str, index: int) -> None:
-        """Dispatch again what an engine that is known to be dead had not put (supervisor)."""
-        request = wire.Producer(role, index)
+    def release_producer(self, role: str, index: int, incarnation: int) -> None:
+        """Tell that a start of a role is dead, before its next start tells it (supervisor).
+
+        rollout: what it had not put is dispatched again at once. ref, logprob: their leases
+        return. train: `admit` does not say done until the next `begin_train`, which may have to
+        repeat steps. Too late or twice is harmless: newer incarnations are not touched.
+        """
+        request = wire.Producer(role, index, incarnation)
         self._call("release_producer", request, Empty, why=f"release {role}/{index}")
 
     def status(self) -> QueueStatus:

@@ -169,10 +169,11 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Producer(msgspec.Struct, frozen=True):
-    """An engine whose process is known to be dead."""
+    """A start of a role that is known to be dead."""
 
     role: str
     index: int
+    incarnation: int
 
 
 class CollectGarbage(msgspec.Struct, frozen=True):

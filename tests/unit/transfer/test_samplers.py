@@ -31,7 +31,7 @@ def _window(groups: list[tuple[int, bool]], per_step: int) -> Window:
     return window
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(_GROUPS, st.integers(1, 4), st.integers(0, 4))
 def test_feasible_means_that_all_can_be_trained(
     groups: list[tuple[int, bool]], per_step: int, assigned: int
@@ -42,7 +42,7 @@ def test_feasible_means_that_all_can_be_trained(
     assert _window(groups, per_step).is_feasible(10, assigned) == expected
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(_GROUPS, st.integers(1, 4), st.integers(0, 4), st.integers(9, 14))
 def test_room_is_the_largest_number_that_stays_feasible(
     groups: list[tuple[int, bool]], per_step: int, assigned: int, deadline: int
@@ -57,7 +57,7 @@ def test_room_is_the_largest_number_that_stays_feasible(
     assert not _can_all_be_trained([*more, deadline], 10, assigned, per_step)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(_GROUPS, st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
 def test_pick_keeps_places_for_stragglers_and_finds_a_choice_if_there_is_one(
     groups: list[tuple[int, bool]], per_step: int, assigned: int, num_groups: int
