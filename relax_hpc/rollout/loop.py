@@ -14,8 +14,9 @@ groups go on under it (admission grants them only as long as they can still be t
 for other steps are long-polls with deadlines in threads; a restart of the dcs step makes
 them late, not wrong, since every call is idempotent.
 
-The end: admission says done (all train steps complete), the newest version is loaded, no
-evaluation is pending. Groups that still run are of no use then and are cancelled.
+The end: admission says done (all train steps complete) and no evaluation is pending. Groups that
+still run are of no use then and are cancelled. Done is not final before that: a train step that
+dies after its last update comes back with an older version, and needs groups again.
 """
 
 import asyncio
@@ -173,7 +174,7 @@ class RolloutLoop:
         self._tally = Tally()
         self._version: VersionId | None = None
         self._version_changed = asyncio.Event()
-        self._done = asyncio.Event()
+        self._is_done = False
         self._groups: set[asyncio.Task[None]] = set()
         self._group_failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_failures: collections.Counter[int] = collections.Counter()
@@ -191,25 +192,19 @@ class RolloutLoop:
         """
         try:
             await self._load_first()
-            admission = asyncio.create_task(self._admit_until_done())
+            admission = asyncio.create_task(self._keep_full())
             weights = asyncio.create_task(self._follow_weights())
             try:
-                await self._until_failure_or_end([admission, weights])
+                # The weights loop ends when the run does, the other two only by failing.
+                ends = [weights, admission, self._group_failure]
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in done:
+                    end.result()
             finally:
                 await _cancel([admission, weights, *self._groups])
             self._log_tally()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _until_failure_or_end(self, tasks: list["asyncio.Task[None]"]) -> None:
-        """Wait for the loops; a failed group ends them too."""
-        waiting: set[asyncio.Future[None]] = set(tasks)
-        while waiting:
-            wake = {*waiting, self._group_failure}
-            done, _ = await asyncio.wait(wake, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            waiting -= done
 
     async def _call(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Run a blocking client call in a thread."""
@@ -242,7 +237,9 @@ class RolloutLoop:
         while True:
             self._check_place()
             await self._evaluate_if_due()
-            if self._done.is_set():
+            if not self._is_done:
+                give_up = float("inf")
+            else:
                 give_up = min(give_up, time.monotonic() + self._config.recovery.progress_timeout_s)
                 if not await self._call(self._parts.queue.evals_pending):
                     return
@@ -310,8 +307,8 @@ class RolloutLoop:
 
     # -- admission ------------------------------------------------------------------------------
 
-    async def _admit_until_done(self) -> None:
-        """Keep the engine full of groups until all train steps are complete.
+    async def _keep_full(self) -> None:
+        """Keep the engine full of groups; ends only by failing or being cancelled.
 
         A poll that waits with an old engine version may never be granted anything (on-policy: the
         old version's step is full), so a new version starts a poll beside it; slots of the old
@@ -319,7 +316,9 @@ class RolloutLoop:
         """
         polls: dict[asyncio.Task[Admission], int] = {}
         try:
-            while not self._done.is_set():
+            while True:
+                if self._is_done:
+                    await asyncio.sleep(TICK_S)
                 self._check_place()
                 self._version_changed.clear()
                 version = self._parts.engine.version
@@ -347,9 +346,7 @@ class RolloutLoop:
             changed.cancel()
 
     def _take(self, admission: Admission) -> None:
-        if admission.done:
-            self._done.set()
-            return
+        self._is_done = admission.done
         for slot in admission.slots:
             task = asyncio.create_task(self._run_group(slot))
             self._groups.add(task)

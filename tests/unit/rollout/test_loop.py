@@ -582,6 +582,28 @@ def test_a_rollback_of_the_trainer_is_followed() -> None:
     assert world.engine.version in (5, 6)
 
 
+def test_a_train_step_that_dies_after_its_last_update_gets_groups_again() -> None:
+    world = make_world(evals=(6,))
+    service = world.service
+    service.claims = [6]  # keeps the loop alive: another engine evaluates
+
+    async def scenario() -> None:
+        running = asyncio.create_task(world.run())
+        while not service.done or world.engine.version != 6:
+            await asyncio.sleep(0.01)
+        with service.changed:
+            service.incarnation, service.version = 2, 3
+            service.published.append(VersionId(2, 3))
+            service.train()
+        while not service.done:
+            await asyncio.sleep(0.01)
+        service.finish_eval(6)
+        await running
+
+    asyncio.run(scenario())
+    assert len(service.groups) == (6 + 3) * 4
+
+
 def test_an_evaluated_version_is_not_skipped() -> None:
     """Versions 1 and 2 are published while the engine has 0; 1 waits for its evaluation."""
     choose = loop_module._choose
