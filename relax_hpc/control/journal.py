@@ -208,6 +208,7 @@ class GroupCommit:
         self._num_appended = 0
         self._num_durable = 0
         self._writing: asyncio.Task[None] | None = None
+        self._failure: ControlError | None = None
 
     def append(self, record: Any) -> None:
         """Queue a record, in order; rendered now, it may change afterwards."""
@@ -222,6 +223,8 @@ class GroupCommit:
         """
         target = self._num_appended
         while self._num_durable < target:
+            if self._failure is not None:  # records are lost: later ones must not follow them
+                raise self._failure
             if self._writing is None:
                 self._writing = asyncio.ensure_future(self._write())
             await asyncio.shield(self._writing)
@@ -242,5 +245,8 @@ class GroupCommit:
             batch, self._pending = self._pending, []
             await asyncio.to_thread(self._journal.append_lines, batch)
             self._num_durable += len(batch)
+        except ControlError as err:
+            self._failure = err
+            raise
         finally:
             self._writing = None

@@ -112,3 +112,22 @@ def test_a_full_disk_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match="No space left"):
         journal.append("x")
     journal.close()
+
+
+def test_after_a_failed_write_nothing_is_acknowledged_any_more(tmp_path: Path) -> None:
+    journal = GenerationalJournal(tmp_path, "q", 1, 1)
+    journal.start("snapshot")
+
+    async def main() -> None:
+        commit = GroupCommit(journal)
+        assert journal._journal is not None
+        journal._journal._file = os.open("/dev/full", os.O_WRONLY)
+        for number in range(3):
+            commit.append(number)
+            if number == 1:
+                journal._journal.close()  # there is space again: too late, record 0 is lost
+            with pytest.raises(ControlError, match="No space left"):
+                await commit.flushed()
+
+    asyncio.run(main())
+    assert list(journal.read()) == [b'"snapshot"']

@@ -1,17 +1,20 @@
 """Client and controller over real sockets and shared memory."""
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import RpcServer
-from relax_hpc.errors import DeadlineError, StaleIncarnationError, TransferError
-from relax_hpc.runfolder import RunFolder
+from relax_hpc.control.rpc import RpcServer, create_keys
+from relax_hpc.errors import ControlError, DeadlineError, StaleIncarnationError, TransferError
+from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer.agent import NodeAgent
+from relax_hpc.transfer.controller import QueueController
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
 from .conftest import RULES
@@ -332,16 +335,10 @@ def test_evaluations_are_claimed_once(who: Who, serve: Serve) -> None:
 
 
 def test_two_runs_on_one_host_do_not_meet(
-    who: Who, serve: Serve, tmp_path: object, folder: RunFolder
+    who: Who, serve: Serve, tmp_path: Path, folder: RunFolder
 ) -> None:
-    from pathlib import Path
-
-    from relax_hpc.control.rpc import create_keys
-    from relax_hpc.runfolder import create_run_folder
-    from relax_hpc.transfer.controller import QueueController
-
     serve()
-    other_folder = create_run_folder(Path(str(tmp_path)) / "elsewhere", "run")
+    other_folder = create_run_folder(tmp_path / "elsewhere", "run")
     create_keys(other_folder)
     other = dataclasses.replace(who(), run=other_folder)
     other_dcs = dataclasses.replace(other, role="dcs")
@@ -363,3 +360,40 @@ def test_two_runs_on_one_host_do_not_meet(
     assert len(list((folder.shm("n1") / "segments").iterdir())) == 3
     agents[0].close(remove=True)
     server.stop()
+
+
+def test_a_known_death_is_told_over_the_wire(who: Who, serve: Serve) -> None:
+    serve()
+    rollout = TransferQueue(who())
+    rollout.open_dataset(100, "data")
+    slots = rollout.admit(0, 3, 0.0).slots
+    supervisor = TransferQueue(who("supervisor"))
+    supervisor.release_producer("rollout", 0, 1)
+    supervisor.release_producer("rollout", 0, 1)
+    status = supervisor.status()
+    assert (status.generating, status.to_dispatch) == (0, 3)
+    assert status.redispatched == {"producer_lost": 3}
+    assert not rollout.put_group(slots[0], make_group(slots[0]))
+
+
+def test_a_journal_that_cannot_be_written_ends_the_service(
+    who: Who, folder: RunFolder, serve: Serve
+) -> None:
+    """What was not journalled is not acknowledged; the next start has the state before it."""
+    identity = who("dcs")
+    server = RpcServer(folder, "transfer", identity)
+    controller = QueueController(server, identity, RULES)
+    server.start_thread()
+    rollout = TransferQueue(who(), grace_s=60)
+    rollout.open_dataset(100, "data")
+    journal = controller._journal._journal
+    assert journal is not None
+    journal._file = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(ControlError, match=r"cannot write journal.*No space left"):
+        rollout.admit(0, 3, 0.0)
+    assert server._thread is not None
+    server._thread.join(30)
+    assert not server.is_running and isinstance(server._failure, ControlError)
+    serve(incarnation=2)
+    assert rollout.status().in_flight == 0
+    assert len(rollout.admit(0, 3, 0.0).slots) == 3
