@@ -70,14 +70,13 @@ def logprobs_and_entropy(
         raise ValueError(f"numerics: temperature={temperature}, chunk_tokens={chunk_tokens}: > 0")
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"numerics: logits {tuple(logits.shape)}, targets {tuple(targets.shape)}")
-    logprobs, entropy = _LogprobsAndEntropy.apply(
-        logits, targets, shard, temperature, with_entropy, chunk_tokens
-    )
+    apply: typing.Any = _LogprobsAndEntropy.apply
+    logprobs, entropy = apply(logits, targets, shard, temperature, with_entropy, chunk_tokens)
     return logprobs, entropy
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """d logprob / dz = (onehot - p) / temperature; d entropy / dz = -p (log p + H) / temperature."""
+    """d logprob / dz = (onehot - p) / T, d entropy / dz = -p (log p + H) / T; T = temperature."""
 
     @staticmethod
     def forward(
@@ -90,9 +89,10 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Walk over chunks of tokens; [T, V] float32 never exists as a whole."""
+        chunks = [slice(i, i + chunk_tokens) for i in range(0, len(logits), chunk_tokens)]
         results = [
-            _chunk_forward(z, t, shard, temperature, with_entropy)
-            for z, t in zip(logits.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            _chunk_forward(logits[rows], targets[rows], shard, temperature, with_entropy)
+            for rows in chunks
         ]
         logprobs, entropy, log_sum = (torch.cat(parts) for parts in zip(*results, strict=True))
         ctx.save_for_backward(logits, targets, log_sum, entropy)

@@ -78,7 +78,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def digest_share(folder: Path, index: int, count: int) -> None:
-    """Flush and digest every `count`-th file of a folder, from `index`. All ranks, then a barrier."""
+    """Flush and digest every `count`-th file, from `index`. All ranks; then a barrier."""
     entries = {name: _digest(folder / name) for name in _share(folder, index, count)}
     write_atomic(folder / f"{_DIGESTS}{index}.json", msgspec.json.encode(entries))
 

@@ -72,6 +72,14 @@ class Backend(typing.Protocol):
         """Give all ranks of the replica the leader's rows (None on the others)."""
         ...
 
+    def share_numbers(self, values: np.ndarray) -> np.ndarray:
+        """Give all ranks of the replica the leader's int64 vector (same length everywhere)."""
+        ...
+
+    def sum_in_replica(self, values: np.ndarray) -> np.ndarray:
+        """Sum a float64 vector over the ranks of this replica."""
+        ...
+
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sum a float64 vector over all ranks of the role."""
         ...

@@ -1,4 +1,4 @@
-"""Build the megatron backend of a role from the run's configuration and an initialised process group."""
+"""Build the megatron backend of a role; torch.distributed must be initialised."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from relax_hpc.trainer.megatron import MegatronBackend
 
 TIMEOUT_MARGIN_S = 300.0
-"""Collectives wait this much longer than the leader waits for rows, so that its error comes first."""
+"""Collectives wait this much longer than the leader for rows: the cause is reported first."""
 
 
 def initial_weights(config: Config) -> Path:

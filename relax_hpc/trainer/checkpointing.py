@@ -92,7 +92,7 @@ class CheckpointKeeper:
     def _is_whole(self, folder: Path) -> bool:
         place = self._backend.place
         whole = checkpoint.is_whole_alone(folder, place.global_rank, place.world_size)
-        return self._backend.sum_over_ranks(np.array([0.0 if whole else 1.0]))[0] == 0.0
+        return not self._backend.sum_over_ranks(np.array([0.0 if whole else 1.0])).any()
 
     def _meet(self) -> None:
         self._backend.sum_over_ranks(np.zeros(1))

@@ -41,7 +41,8 @@ def install() -> None:
     sys.modules.setdefault("flash_mla", typing.cast("typing.Any", None))
     _replace_cuda_functions()
     _accept_tensor_split_sizes()
-    _CudaToCpu().__enter__()
+    mode: typing.Any = _CudaToCpu()
+    mode.__enter__()
 
 
 def _is_cuda(device: object) -> bool:

@@ -5,7 +5,6 @@ boxes from the parameters' shapes, so nothing but raw tensors is sent.
 """
 
 import json
-import os
 import shutil
 import typing
 from pathlib import Path
@@ -71,7 +70,7 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     path = folder / f"model-{stage:05d}-of-{stages:05d}.safetensors"
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def write_index(folder: Path, source: Path, dtype: torch.dtype) -> None:

@@ -118,9 +118,7 @@ def held_boxes(
     Raises:
         ConfigError: a parameter that the map does not know (another architecture or layer spec).
     """
-    return [
-        held for name, p in parameters.items() for held in _held_of(name, p.data, shape, place)
-    ]
+    return [held for name, p in parameters.items() for held in _held_of(name, p.data, shape, place)]
 
 
 def _held_of(

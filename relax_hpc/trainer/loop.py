@@ -30,7 +30,7 @@ import numpy as np
 from relax_hpc.algorithms.advantages import group_advantages
 from relax_hpc.config import Config, TrainConfig
 from relax_hpc.dcs.layout import Box, TensorSpec
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.log import kv
 from relax_hpc.records import Chunk, Row
 from relax_hpc.trainer.backend import Backend
@@ -52,19 +52,26 @@ _SHOWN = (
     "wait_s",
 )
 """Metrics of the line that the log gets per step; all are in RUN/metrics."""
+_LOOK_S = 5.0
+"""While it waits for rows, the leader looks this often whether it was asked to stop."""
 
 
 class QueueState(typing.Protocol):
     """What the loop logs of the queue's status."""
 
     @property
-    def in_flight(self) -> int:
-        """Groups that were admitted and not yet trained."""
+    def generating(self) -> int:
+        """Groups that engines work on."""
         ...
 
     @property
     def ready(self) -> int:
-        """Groups of these that are complete and not yet taken."""
+        """Groups that are complete and not yet part of a chunk."""
+        ...
+
+    @property
+    def assigned(self) -> int:
+        """Groups in chunks of the current step."""
         ...
 
 
@@ -138,7 +145,7 @@ class TrainServices:
     keeper: Keeper
     reporter: Reporter
     wants_stop: typing.Callable[[], bool] = lambda: False
-    """Asked once per step: True = save and return early (a preemption signal arrived)."""
+    """True = give the step up, save what the last one left, return (a signal arrived)."""
 
 
 class TrainLoop:
@@ -164,69 +171,86 @@ class TrainLoop:
         self._backend.sum_over_ranks(np.zeros(1))
         self._publish(step)
         while step < total:
-            should_stop = self._train_step(step)
-            step += 1
-            if should_stop and step < total:
+            if not self._train_step(step):
                 self._save(step, with_hf=False)
                 return False
+            step += 1
         self._save(step, with_hf=True)
         return True
 
     def _train_step(self, step: int) -> bool:
+        """Do one optimizer step; False: asked to stop, the weights are those of `step`."""
         started = time.monotonic()
         stats = StepStats(step)
         for index in range(self._config.train.chunks_per_step):
             rows = self._take_rows(step, index, stats)
             batches = self._micro_batches(rows)
+            if batches is None:
+                return False
             stats.add_sums(self._backend.forward_backward(batches, self._objective))
             if self._place.is_leader:
                 stats.add_rows(rows, self._config.algorithm.loss_aggregation)
             self._report(step=step, chunk=index + 1)
-        should_stop = self._reduce(stats)
+        stats.set_totals(self._backend.sum_over_ranks(stats.sums()))
+        stats.set_maxima(self._backend.max_over_ranks(stats.maxima()))
         lr = learning_rate(self._config.train, step, self._config.run.train_steps)
         grad_norm = self._backend.optimizer_step(max(1.0, stats.count), lr)
         _check_finite(step, stats.loss, grad_norm)
         self._complete(step, stats, {"train/grad_norm": grad_norm, "train/lr": lr}, started)
-        return should_stop
+        return True
 
     def _take_rows(self, step: int, index: int, stats: StepStats) -> list[Row]:
         started = time.monotonic()
-        rows = None
-        if self._place.is_leader:
-            chunk = self._services.queue.take_chunk(
-                step,
-                index,
-                self._place.dp_rank,
-                self._place.dp_size,
-                self._config.recovery.progress_timeout_s,
-            )
-            rows = chunk.rows
+        rows = self._wait_for_chunk(step, index) if self._place.is_leader else None
         shared = self._backend.share_rows(rows)
         stats.wait_s += time.monotonic() - started
-        if index == 0 and self._place.global_rank == 0:
+        if index == 0 and shared and self._place.global_rank == 0:
             self._log_first_chunk(step, len(shared))
         return shared
 
+    def _wait_for_chunk(self, step: int, index: int) -> list[Row]:
+        """Wait for this replica's rows; [] when asked to stop meanwhile."""
+        deadline = time.monotonic() + self._config.recovery.progress_timeout_s
+        place, queue = self._place, self._services.queue
+        while not self._services.wants_stop():
+            wait_s = min(_LOOK_S, deadline - time.monotonic())
+            try:
+                return queue.take_chunk(step, index, place.dp_rank, place.dp_size, wait_s).rows
+            except DeadlineError:
+                if time.monotonic() >= deadline:
+                    raise
+        return []
+
     def _log_first_chunk(self, step: int, num_rows: int) -> None:
         status = self._services.queue.status()
+        needed = self._config.rollout.groups_per_step
+        complete = status.assigned + status.ready
         _log.info(
             "first chunk taken, training starts %s",
             kv(
                 step=step,
                 rows=num_rows,
-                chunks=self._config.train.chunks_per_step,
-                groups_still_generating=status.in_flight - status.ready,
+                groups_of_step=needed,
+                groups_complete=complete,
+                groups_of_step_missing=max(0, needed - complete),
+                groups_generating=status.generating,
             ),
         )
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch] | None:
+        """Cut rows; all replicas get equally many. None on all ranks: one was asked to stop."""
         rewards = np.array([float(row.fields["reward"]) for row in rows])
         advantages = group_advantages(
             rewards, [row.uid for row in rows], self._config.algorithm.normalise_by_std
         )
         cut = cut_rows([row.num_tokens for row in rows], self._config.train.micro_batch_tokens)
-        most = int(self._backend.max_over_ranks(np.array([float(len(cut))]))[0])
-        cut += [[] for _ in range(most - len(cut))]
+        wants_stop = self._services.wants_stop() or not rows
+        most, should_stop = self._backend.max_over_ranks(
+            np.array([float(len(cut)), float(wants_stop)])
+        )
+        if should_stop:
+            return None
+        cut += [[] for _ in range(int(most) - len(cut))]
         return [
             build_micro_batch(
                 rows,
@@ -238,14 +262,6 @@ class TrainLoop:
             )
             for indices in cut
         ]
-
-    def _reduce(self, stats: StepStats) -> bool:
-        """Sum the statistics over replicas; True if any rank was asked to stop."""
-        stats.set_totals(self._backend.sum_over_ranks(stats.sums()))
-        wants_stop = 1.0 if self._services.wants_stop() else 0.0
-        largest = self._backend.max_over_ranks(np.append(stats.maxima(), wants_stop))
-        stats.set_maxima(largest[:-1])
-        return bool(largest[-1])
 
     def _complete(
         self, step: int, stats: StepStats, more: dict[str, float], started: float
@@ -301,7 +317,7 @@ def learning_rate(train: TrainConfig, step: int, total_steps: int) -> float:
 def _check_finite(step: int, loss: float, grad_norm: float) -> None:
     if not (np.isfinite(loss) and np.isfinite(grad_norm)):
         raise RelaxError(
-            f"train step {step}: loss {loss}, gradient norm {grad_norm} are not finite; the weights "
-            "are spoiled, training restarts from the last checkpoint. If it comes back at the same "
-            "step: lower train.lr, or look at the samples of this step"
+            f"train step {step}: loss {loss}, gradient norm {grad_norm} are not finite; the "
+            "weights are spoiled, training restarts from the last checkpoint. If it comes back at "
+            "the same step: lower train.lr, or look at the samples of this step"
         )

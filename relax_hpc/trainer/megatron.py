@@ -197,6 +197,12 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
     return model if is_cpu() else model.cuda()
 
 
+def _all_reduce(values: np.ndarray, op: typing.Any, group: dist.ProcessGroup) -> np.ndarray:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor.numpy()
+
+
 class MegatronBackend:
     """See Backend. Build it with `build.build_backend`."""
 
@@ -224,18 +230,23 @@ class MegatronBackend:
         """See Backend."""
         return broadcast_rows(rows, self.place.leader, self._groups.replica)
 
+    def share_numbers(self, values: np.ndarray) -> np.ndarray:
+        """See Backend."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(tensor, self.place.leader, group=self._groups.replica)
+        return tensor.numpy()
+
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """See Backend."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return _all_reduce(values, dist.ReduceOp.SUM, self._groups.world)
+
+    def sum_in_replica(self, values: np.ndarray) -> np.ndarray:
+        """See Backend."""
+        return _all_reduce(values, dist.ReduceOp.SUM, self._groups.replica)
 
     def max_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """See Backend."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: np.ndarray, op: typing.Any) -> np.ndarray:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=op, group=self._groups.world)
-        return tensor.numpy()
+        return _all_reduce(values, dist.ReduceOp.MAX, self._groups.world)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -282,7 +293,7 @@ class MegatronBackend:
         sums = self._run_schedule(self._ddp, batches, compute, forward_only=False)
         if not (sums and self.place.has_stats):
             return np.zeros(len(STATS))
-        return typing.cast("np.ndarray", torch.stack(sums).sum(0).cpu().numpy())
+        return torch.stack(sums).sum(0).cpu().numpy()
 
     def _loss(
         self, objective: Objective, batch: MicroBatch, logits: torch.Tensor

@@ -4,6 +4,7 @@ Each patch names the defect. They matter only without Transformer Engine and Ape
 falls back to torch's AdamW; with either installed the optimizer keeps its own `step`.
 """
 
+import queue
 import typing
 import warnings
 
@@ -28,6 +29,18 @@ def import_megatron() -> None:
         moe_utils.te_general_gemm = None
     install_packed_rope()
     _patch_distributed_optimizer()
+    _save_without_helper_process()
+
+
+def _save_without_helper_process() -> None:
+    """Give the checkpoint writer a plain queue instead of that of a `spawn` manager process.
+
+    The manager is for asynchronous saves; it outlives its parent when that is killed (and ends only
+    at interpreter exit), a stray process per rank. A save that is waited for needs none.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _patch_distributed_optimizer() -> None:

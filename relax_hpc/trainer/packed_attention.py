@@ -37,7 +37,7 @@ class Bucket:
 
 
 @dataclasses.dataclass
-class PackedBatch(PackedSeqParams):
+class PackedBatch(PackedSeqParams):  # type: ignore[misc]  # megatron is not typed
     """megatron's packed-sequence parameters and what our attention and RoPE need beside them."""
 
     positions: torch.Tensor | None = None
@@ -97,7 +97,7 @@ def _bucket(starts: torch.Tensor, sizes: torch.Tensor) -> Bucket:
     return Bucket(rows=rows, places=places, packed=rows[places], shape=(len(sizes), length))
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is not typed
     """Causal core attention of a layer spec, for packed ([T, H, D]) batches."""
 
     def __init__(
@@ -158,18 +158,25 @@ def _varlen(
     return typing.cast("torch.Tensor", out)
 
 
+def _pad(x: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """[T, H, D] -> [B, H, L, D] of the bucket's sequences."""
+    return x.index_select(0, bucket.rows).view(*bucket.shape, *x.shape[1:]).transpose(1, 2)
+
+
 def _bucketed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PackedBatch, scale: float
 ) -> torch.Tensor:
     """One SDPA per bucket of similar lengths. Returns [T, H, D]."""
     outs = []
     for bucket in batch.buckets:
-        padded = [
-            x.index_select(0, bucket.rows).view(*bucket.shape, *x.shape[1:]).transpose(1, 2)
-            for x in (q, k, v)
-        ]
+        padded_q, padded_k, padded_v = (_pad(x, bucket) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            *padded, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            padded_q,
+            padded_k,
+            padded_v,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
     assert batch.order is not None  # set by pack() on CPUs

@@ -56,8 +56,8 @@ def encode_rows(rows: typing.Sequence[Row]) -> np.ndarray:
 
 
 def decode_rows(data: np.ndarray) -> list[Row]:
-    """Unpack what `encode_rows` made; arrays are views into `data`."""
-    view = memoryview(np.ascontiguousarray(data)).cast("B")
+    """Unpack what `encode_rows` made; arrays are read-only."""
+    view = memoryview(data.tobytes())
     (length,) = _HEADER.unpack_from(view)
     offset = _HEADER.size + length
     headers = msgspec.json.decode(view[_HEADER.size : offset], type=list[_RowHeader])

@@ -1,8 +1,7 @@
 """Sharded save and load of model and optimizer by megatron's `torch_dist` format.
 
 Loads at other parallel sizes than it was saved at. Files only: naming, verification and retention
-are `recovery.checkpoint`'s. megatron starts a `spawn` manager process while saving, so the entry
-script must be guarded by `if __name__ == "__main__"`.
+are `recovery.checkpoint`'s.
 """
 
 import typing

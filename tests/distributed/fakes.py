@@ -37,7 +37,7 @@ class FakeQueue:
         self.calls.append(("complete", step))
 
     def status(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(in_flight=3, ready=1)
+        return types.SimpleNamespace(generating=3, ready=0, assigned=1)
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""run_distributed: call a function in N real processes joined by gloo, and collect what they return.
+"""run_distributed: call a function in N real processes joined by gloo and collect the results.
 
 Processes start as `python -m tests.distributed.launch`, so that nothing is inherited (no fork of a
 process with threads) and the function is found by its module and name. Each gets a fresh

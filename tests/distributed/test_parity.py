@@ -11,12 +11,11 @@ import torch
 
 from relax_hpc.config import TrainConfig
 from relax_hpc.dcs.layout import Box, TensorSpec, check_coverage
-from relax_hpc.records import Row
 from relax_hpc.trainer.hf_weights import open_hf_folder
 from relax_hpc.trainer.megatron_compat import import_megatron
 from relax_hpc.trainer.model_config import read_model_shape
 from tests.distributed.launch import run_distributed
-from tests.distributed.tiny_models import VOCAB, make_config, make_model, make_rows
+from tests.distributed.tiny_models import VOCAB, make_model, make_rows
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)]
 MODELS = ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied", "qwen2-tied"]

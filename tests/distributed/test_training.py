@@ -1,4 +1,4 @@
-"""Optimizer steps: equal for every TP x PP x DP and cut, and equal to plain transformers + AdamW."""
+"""Optimizer steps: equal for every TP x PP x DP and cut, equal to transformers + AdamW."""
 
 import dataclasses
 import typing

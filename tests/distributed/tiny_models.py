@@ -46,7 +46,7 @@ def make_model(folder: Path, kind: str = "qwen3", tied: bool = True) -> typing.A
 
 
 def make_rows(seed: int, groups: int, group_size: int = 4, max_tokens: int = 12) -> list[Row]:
-    """Random groups: prompts and responses of 1 .. max_tokens tokens, some response tokens masked."""
+    """Random groups: prompts and responses of 1 .. max_tokens tokens, some of them masked."""
     generator = np.random.default_rng(seed)
     rows = []
     for group in range(groups):
