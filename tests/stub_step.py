@@ -2,7 +2,8 @@
 
 Faults are files in RUN/faults, consumed by the task that meets its own (`ROLE-INDEX-RANK`):
 `exit N`, `kill`, `stop` (SIGSTOP), `mute` (no registration); `forever ...` keeps the file;
-`exit 3 at 2` names the step (-1: before registration, the default).
+`exit 3 at 2` names the step (-1: before registration, the default). While RUN/hold exists, train
+waits: no test has to guess how long something takes.
 """
 
 import json
@@ -87,6 +88,8 @@ def train(me: Identity, members: Membership) -> int:
         while step < config.run.train_steps:
             meet_fault(me, step)
             time.sleep(STEP_S)
+            while (me.run.path / "hold").exists():
+                time.sleep(0.1)
             step += 1
             members.report(step=step)
             if me.rank == 0:

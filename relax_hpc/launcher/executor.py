@@ -124,6 +124,13 @@ class RelaxJob(core.Job[dict[str, Any]]):
             return True
         return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
 
+    @property
+    def state(self) -> str:
+        """Slurm's word for the job's state; asked anew once the run folder says it is over."""
+        own = self._own_state()
+        is_near_end = self.job_id.startswith(_LOCAL_PREFIX) or (own and own.status.is_final)
+        return self.watcher.get_state(self.job_id, mode="force" if is_near_end else "standard")
+
     def cancel(self, check: bool = True) -> None:
         """End the run: all components of its job, or its local supervisor."""
         if not self.job_id.startswith(_LOCAL_PREFIX):

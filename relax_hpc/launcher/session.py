@@ -196,7 +196,10 @@ def is_supervisor_alive(state: RunState) -> bool:
     if state.host != socket.gethostname() or state.pid == os.getpid():
         return False
     try:
-        started: float = psutil.Process(state.pid).create_time()
+        process = psutil.Process(state.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        started: float = process.create_time()
     except psutil.Error:
         return False
     return abs(started - state.pid_started) < 1.0
@@ -399,10 +402,9 @@ def cancel_run(folder: RunFolder, timeout_s: float) -> str:
         return f"Slurm job {state.job_id}"
     if is_supervisor_alive(state):
         os.kill(state.pid, signal.SIGTERM)
-        try:
-            psutil.Process(state.pid).wait(timeout_s)
-        except psutil.NoSuchProcess:
-            pass  # it ended between the two calls
-        except psutil.TimeoutExpired as err:
-            raise RelaxError(f"supervisor {state.pid} did not end in {timeout_s:g} s") from err
+    deadline = time.monotonic() + timeout_s
+    while is_supervisor_alive(state):
+        if time.monotonic() > deadline:
+            raise RelaxError(f"supervisor {state.pid} did not end in {timeout_s:g} s")
+        time.sleep(0.2)  # no child of ours: nothing to wait on
     return f"process {state.pid}"

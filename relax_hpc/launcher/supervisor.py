@@ -223,10 +223,13 @@ class Supervisor:
         """Compare the member list with what should be alive; end silent steps."""
         snapshot = self._members.latest()
         self._judge_control(snapshot, now)
-        if snapshot is None or snapshot.time <= self._seen:
+        leader = self._slots[0]
+        # A request that was sent before this start of control may have been answered by either.
+        if snapshot is None or snapshot.time <= max(self._seen, leader.started):
             return
-        if snapshot.time - self._seen > self._config.recovery.heartbeat_timeout_s:
-            self._control_up = snapshot.time
+        is_first = self._seen < leader.started
+        if is_first or snapshot.time - self._seen > self._config.recovery.heartbeat_timeout_s:
+            self._control_up = now  # members are listed again with their next heartbeat
         self._seen = snapshot.time
         for slot in self._slots:
             if slot.is_judged and snapshot.time >= slot.started:

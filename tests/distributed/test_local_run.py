@@ -36,8 +36,10 @@ class Run:
         self.process: subprocess.Popen[str] | None = None
         self._parent = folder
 
-    def start(self, step_s: float = 0.2, faults: dict[str, str] | None = None) -> "Run":
-        """Submit without starting, lay the faults, then supervise."""
+    def start(
+        self, step_s: float = 0.1, faults: dict[str, str] | None = None, hold: bool = False
+    ) -> "Run":
+        """Make the run folder, lay the faults, then supervise; `hold` keeps train waiting."""
         code = (
             "import sys; from pathlib import Path\n"
             "from relax_hpc.config import load_recipe, config_to_json\n"
@@ -49,6 +51,8 @@ class Run:
         environment = environment_of(STUB_STEP_S=str(step_s))
         subprocess.run([sys.executable, "-c", code], cwd=self._parent, env=environment, check=True)
         self.lay(faults if faults is not None else {})
+        if hold:
+            (self.folder.path / "hold").touch()
         return self.go(environment)
 
     def go(self, environment: dict[str, str], *more: str) -> "Run":
@@ -63,6 +67,9 @@ class Run:
         (self.folder.path / "faults").mkdir(exist_ok=True)
         for task, text in faults.items():
             (self.folder.path / "faults" / task).write_text(text)
+
+    def release(self) -> None:
+        (self.folder.path / "hold").unlink()
 
     def end(self, timeout_s: float = 120) -> tuple[int, str]:
         assert self.process is not None
@@ -123,10 +130,11 @@ def test_a_run_from_start_to_end(run: Run) -> None:
 
 def test_each_role_restarts_alone(run: Run) -> None:
     """A rollout, the dcs and a train rank die; the run ends with its full number of steps."""
-    run.start(step_s=0.5, faults={"rollout-1-0": "exit 9", "train-0-1": "kill at 3"})
-    os.kill(run.pid_of("dcs-0-0-i1"), 0)
+    run.start(faults={"rollout-1-0": "exit 9", "train-0-1": "kill at 3"}, hold=True)
     run.pid_of("train-0-0-i1")
     os.kill(run.pid_of("dcs-0-0-i1"), signal.SIGKILL)
+    run.pid_of("dcs-0-0-i2")
+    run.release()
     code, text = run.end()
     state = run.state()
     assert code == 0, text
@@ -139,16 +147,12 @@ def test_each_role_restarts_alone(run: Run) -> None:
 
 def test_a_stopped_engine_is_restarted(run: Run) -> None:
     """SIGSTOP: the process is there but gives no sign of life."""
-    run.start(step_s=3.0)
-    run.pid_of("train-0-0-i1")
-    wait_for(lambda: "step registered step=rollout-0" or True, "registration")
+    run.start(hold=True)
     pid = run.pid_of("rollout-0-0-i1")
-    wait_for(
-        lambda: any(s.role == "rollout" and s.status == "running" for s in run.state().steps),
-        "rollout runs",
-    )
+    wait_for(lambda: run.state().steps[2].status == "running", "rollout-0 has registered")
     os.kill(pid, signal.SIGSTOP)
     run.pid_of("rollout-0-0-i2")
+    run.release()
     code, text = run.end()
     assert code == 0, text
     (record,) = [h for h in run.state().history if h.exit_code]
@@ -157,11 +161,12 @@ def test_a_stopped_engine_is_restarted(run: Run) -> None:
 
 
 def test_a_stopped_control_service_is_restarted(run: Run) -> None:
-    run.start(step_s=3.0)
+    run.start(hold=True)
     run.pid_of("train-0-1-i1")
     pid = run.pid_of("dcs-0-0-i1")
     os.kill(pid, signal.SIGSTOP)
     run.pid_of("dcs-0-0-i2")
+    run.release()
     code, text = run.end()
     assert code == 0, text
     assert "the control service did not answer" in run.state().history[0].cause
@@ -184,7 +189,7 @@ def test_wrong_configuration_ends_at_once_with_2(run: Run) -> None:
 
 def test_a_budget_that_is_used_up_names_the_cause(tmp_path: Path) -> None:
     run = Run(tmp_path, recovery={"max_role_restarts": 1, "max_train_restarts": 1})
-    code, _ = run.start(step_s=5.0, faults={"rollout-0-0": "forever exit 5"}).end()
+    code, _ = run.start(faults={"rollout-0-0": "forever exit 5"}, hold=True).end()
     assert code == 1
     assert run.state().cause == (
         "rollout-0 failed 2 times; the last time: rank 0 ended with exit code 5, "
@@ -195,14 +200,16 @@ def test_a_budget_that_is_used_up_names_the_cause(tmp_path: Path) -> None:
 
 def test_a_member_that_never_registers(tmp_path: Path) -> None:
     run = Run(tmp_path, recovery={"start_timeout_s": 4.0, "heartbeat_timeout_s": 6.0})
-    code, text = run.start(step_s=2.0, faults={"train-0-1": "mute"}).end()
+    run.start(faults={"train-0-1": "mute"}, hold=True).pid_of("train-0-1-i2")
+    run.release()
+    code, text = run.end()
     assert code == 0, text
     assert run.state().history[0].cause == "rank [1] did not register within 4 s"
 
 
 def test_no_progress_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, recovery={"progress_timeout_s": 4.0})
-    code, _ = run.start(step_s=60.0).end()
+    code, _ = run.start(hold=True).end()
     assert code == 1
     assert "no train step completed for 4 s (train step 0 of 6)" in run.state().cause
     assert_nothing_is_left(run)
@@ -228,19 +235,20 @@ def test_an_orderly_stop_and_going_on(run: Run, number: signal.Signals) -> None:
 
 
 def test_a_killed_supervisor_leaves_nothing_and_can_be_resumed(run: Run) -> None:
-    run.start(step_s=0.5)
+    run.start(hold=True)
     pids = [run.pid_of(name) for name in ("train-0-0-i1", "rollout-1-0-i1", "dcs-0-0-i1")]
     assert run.process is not None
     run.process.kill()
     run.process.communicate()
     wait_for(lambda: not any(_is_stub(pid) for pid in pids), "the steps die with it", 10)
+    run.release()
     code, text = run.go(environment_of(STUB_STEP_S="0.1")).end()
     assert code == 0, text
     assert run.state().attempt == 2
 
 
 def test_two_supervisors_of_one_run(run: Run) -> None:
-    run.start(step_s=1.0)
+    run.start(hold=True)
     wait_for(run.folder.state.exists, "it runs")
     done = relax("submit", "--resume", str(run.folder.path), cwd=run.folder.path.parents[1])
     assert done.returncode == 2
@@ -252,7 +260,7 @@ def test_two_supervisors_of_one_run(run: Run) -> None:
 
 
 def test_near_the_time_limit_without_slurm(run: Run) -> None:
-    run.start(step_s=1.0)
+    run.start(hold=True)
     run.pid_of("train-0-0-i1")
     assert run.process is not None
     run.process.send_signal(signal.SIGUSR2)
