@@ -1,0 +1,29 @@
+#!/bin/bash
+# Rendered by `relax-hpc render recipes/qwen3_4b_dapo.toml > recipes/qwen3_4b_dapo.sh`; what follows the script's name
+# goes to the supervisor: sbatch recipes/qwen3_4b_dapo.sh --set train.lr=2e-6
+#SBATCH --job-name=qwen3_4b_dapo
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@300
+#SBATCH --requeue
+#SBATCH --time=1440
+# dcs, train; the supervisor runs on its first node
+#SBATCH --partition=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=66
+#SBATCH --gres=gpu:h800:8
+#SBATCH --exclusive
+#SBATCH hetjob
+# rollout
+#SBATCH --partition=rollout
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=65
+#SBATCH --gres=gpu:h800:8
+#SBATCH --exclusive
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+PYTHON="${RELAX_PYTHON:-.venv/bin/python}"
+command -v "$PYTHON" > /dev/null || PYTHON=python3
+exec "$PYTHON" -m relax_hpc.cli supervise recipes/qwen3_4b_dapo.toml "$@"
