@@ -120,7 +120,7 @@ def slurm_conf(state: State, shape: Shape, ports: dict[str, int], user: str) -> 
         "MinJobAge=3600",
         "InactiveLimit=0",
     ]
-    lines += accounting_lines(shape, ports)
+    lines += accounting_lines(state, shape, ports)
     if shape.tree:
         lines.append("TopologyPlugin=topology/tree")
     if shape.gpus_per_node:
@@ -136,12 +136,13 @@ def slurm_conf(state: State, shape: Shape, ports: dict[str, int], user: str) -> 
     return "\n".join([*lines, *partition_lines(shape)]) + "\n"
 
 
-def accounting_lines(shape: Shape, ports: dict[str, int]) -> list[str]:
+def accounting_lines(state: State, shape: Shape, ports: dict[str, int]) -> list[str]:
     if not shape.accounting:
         return ["AccountingStorageType=accounting_storage/none"]
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
+        f"AccountingStoragePass={state.socket}",
         f"AccountingStoragePort={ports['slurmdbd']}",
         *(["AccountingStorageTRES=gres/gpu"] if shape.gpus_per_node else []),
     ]
