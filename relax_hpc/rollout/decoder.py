@@ -333,9 +333,11 @@ class Decoder:
         c = self.config
         b, t, _ = x.shape
         groups, kv_width = c.num_heads // c.num_kv_heads, c.num_kv_heads * c.head_dim
-        q, k, v = F.linear(x, layer.qkv, layer.qkv_bias).split(
-            [c.num_heads * c.head_dim, kv_width, kv_width], dim=-1
-        )
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        # narrow, not split: as fast, and torch has types for it.
+        q = qkv.narrow(-1, 0, c.num_heads * c.head_dim)
+        k = qkv.narrow(-1, c.num_heads * c.head_dim, kv_width)
+        v = qkv.narrow(-1, c.num_heads * c.head_dim + kv_width, kv_width)
         q, k = q.view(b, t, c.num_heads, c.head_dim), k.view(b, t, c.num_kv_heads, c.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
