@@ -1,6 +1,6 @@
 #!/bin/bash
-# Rendered by `relax-hpc render recipes/qwen3_4b_dapo.toml > recipes/qwen3_4b_dapo.sh`; what follows the script's name
-# goes to the supervisor: sbatch recipes/qwen3_4b_dapo.sh --set train.lr=2e-6
+# Rendered from recipes/qwen3_4b_dapo.toml by `relax-hpc render`; what follows the script's name goes
+# to the supervisor: sbatch recipes/qwen3_4b_dapo.sh --set train.lr=2e-6
 #SBATCH --job-name=qwen3_4b_dapo
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Rendered by `relax-hpc render recipes/smollm2_135m_grpo.toml > recipes/smollm2_135m_grpo.sh`; what follows the script's name
-# goes to the supervisor: sbatch recipes/smollm2_135m_grpo.sh --set train.lr=2e-6
+# Rendered from recipes/smollm2_135m_grpo.toml by `relax-hpc render`; what follows the script's name goes
+# to the supervisor: sbatch recipes/smollm2_135m_grpo.sh --set train.lr=2e-6
 #SBATCH --job-name=smollm2_135m_grpo
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Rendered by `relax-hpc render recipes/tiny_dapo_sglang.toml > recipes/tiny_dapo_sglang.sh`; what follows the script's name
-# goes to the supervisor: sbatch recipes/tiny_dapo_sglang.sh --set train.lr=2e-6
+# Rendered from recipes/tiny_dapo_sglang.toml by `relax-hpc render`; what follows the script's name goes
+# to the supervisor: sbatch recipes/tiny_dapo_sglang.sh --set train.lr=2e-6
 #SBATCH --job-name=tiny_dapo_sglang
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

@@ -44,8 +44,8 @@ def render_script(config: Config, plan: Plan, site: Site, arguments: list[str], 
     setup = "".join(f"{line}\n" for line in site.setup)
     head = [
         "#!/bin/bash",
-        f"# Rendered by `relax-hpc render {name}.toml > {name}.sh`; what follows the script's name",
-        f"# goes to the supervisor: sbatch {name}.sh --set train.lr=2e-6",
+        f"# Rendered from {name}.toml by `relax-hpc render`; what follows the script's name goes",
+        f"# to the supervisor: sbatch {name}.sh --set train.lr=2e-6",
         *_common(config, site),
     ]
     body = _BODY.format(setup=setup, arguments=shlex.join(arguments))

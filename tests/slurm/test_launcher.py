@@ -18,13 +18,11 @@ from relax_hpc.launcher.slurm_steps import find_steps
 from relax_hpc.recovery.lifecycle import RunState, read_state
 from relax_hpc.runfolder import RunFolder
 from tests.launcher_samples import (
-    HEADLINE,
     ROOT,
     SMALL,
     STUB,
     config_of,
     relax,
-    single_headline,
     wait_for,
     write_inputs,
     write_recipe,
@@ -271,23 +269,38 @@ def test_batch_of_runs(slurm_cluster: Cluster, place: Path) -> None:
     assert [job.result()["train_steps"] for job in jobs] == [1, 1]
 
 
-@pytest.mark.parametrize("shape", ["het", "single"])
-def test_headline_shapes_on_two_nodes_of_eight_gpus(
-    cluster: Callable[..., Cluster], place: Path, shape: str
+ONE_PARTITION = (
+    "resources.layout=single",
+    "resources.partition=all",
+    "resources.nodes=2",
+    "resources.train.ranks=4",
+    "resources.rollout.ranks=12",
+    "rollout.num_engines=12",
+)
+
+
+@pytest.mark.parametrize(("num_train", "shape"), [(8, ()), (4, ONE_PARTITION)])
+def test_headline_recipe_on_two_nodes_of_eight_gpus(
+    cluster: Callable[..., Cluster], place: Path, num_train: int, shape: tuple[str, ...]
 ) -> None:
     """16 GPUs: two partitions 8 : 8, or one partition 4 : 12 by steps that share a node."""
-    partitions = "train=n01 rollout=n02 all=ALL"
-    cluster("--nodes", "2", "--gpus-per-node", "8", "--partitions", partitions)
-    job = submit(config_of(HEADLINE) if shape == "het" else single_headline())
-    assert job.result()["train_steps"] == 2
-    folder = job.run_folder
+    size = ("--nodes", "2", "--gpus-per-node", "8", "--cpus-per-node", "128")
+    cluster(*size, "--partitions", "train=n01 rollout=n02 all=ALL")
+    inputs = ("model.path=model", "data.train=train.jsonl", "data.eval=", "run.train_steps=2")
+    sets = [a for item in ("resources.site=local", *inputs, *shape) for a in ("--set", item)]
+    recipe = str(ROOT / "recipes" / "qwen3_4b_dapo.toml")
+    done = relax("submit", recipe, *sets, "--step-program", str(STUB), "--wait", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (path,) = (place / "runs").glob("qwen3_4b_dapo-*")
+    folder = RunFolder(path)
+    state = state_of(folder)
+    assert (state.status, state.train_step) == ("done", 2)
     gpus: dict[str, list[int]] = {}
-    for path in (folder.path / "seen").glob("[tr]*.json"):
-        one = json.loads(path.read_text())
+    for seen_by in (folder.path / "seen").glob("[tr]*.json"):
+        one = json.loads(seen_by.read_text())
         gpus.setdefault(one["node"], []).extend(one["gpus"])
     assert {node: sorted(ids) for node, ids in gpus.items()} == {
         "n01": list(range(8)),
         "n02": list(range(8)),
     }
-    steps = {s.role: s for s in state_of(folder).steps}
-    assert steps["train"].gpus == (8 if shape == "het" else 4)
+    assert {s.role: s.gpus for s in state.steps} == {"dcs": 0, "train": num_train, "rollout": 1}
