@@ -110,12 +110,21 @@ def commit(checkpoints: Path, step: int, info: dict[str, str]) -> Path:
     write_atomic(folder / MANIFEST, encoded)
     _sync_folder(folder)
     final = path_of(checkpoints, step)
-    if final.exists():
-        # Only a damaged one can be there: a whole one would have been resumed from.
-        shutil.rmtree(final)
+    # Only a damaged one can be there: a whole one would have been resumed from.
+    doomed = _put_away(checkpoints, step) if final.exists() else None
     folder.rename(final)
     _sync_folder(checkpoints)
+    if doomed is not None:
+        shutil.rmtree(doomed)
     return final
+
+
+def _put_away(checkpoints: Path, step: int) -> Path:
+    """Rename a checkpoint that is to be deleted: half deleted, it must not look like one."""
+    doomed = checkpoints / f".step_{step}.old"
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    return path_of(checkpoints, step).rename(doomed)
 
 
 def steps(checkpoints: Path) -> list[int]:
@@ -188,8 +197,7 @@ def is_whole_alone(folder: Path, index: int = 0, count: int = 1) -> bool:
 def retain(checkpoints: Path, keep: int) -> list[int]:
     """Delete all but the newest `keep` complete checkpoints, and what failed saves left. One rank.
 
-    Never deletes the newest complete one. A folder is renamed before it is deleted, so that a
-    half-deleted checkpoint is never seen as one.
+    Never deletes the newest complete one.
 
     Returns:
         Steps that were deleted.
@@ -201,9 +209,7 @@ def retain(checkpoints: Path, keep: int) -> list[int]:
     # Newer than the newest complete one: a reader may still want to see why it was skipped.
     old = [s for s in steps(checkpoints) if s not in kept and s < kept[0]]
     for step in old:
-        doomed = checkpoints / f".step_{step}.old"
-        path_of(checkpoints, step).rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(_put_away(checkpoints, step))
     for leftover in checkpoints.glob(".step_*.old"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in checkpoints.glob(".step_*.tmp"):

@@ -148,14 +148,14 @@ class ForwardLoop:
         deadline = time.monotonic() + timeout_s
         while True:
             version = self._newest(weights, max(0.0, deadline - time.monotonic()))
-            if version is None:
-                if self._version is None and time.monotonic() >= deadline:
-                    raise WeightSyncError(
-                        f"role {self._task}: no weights were published in {timeout_s:g} s; look "
-                        "into the log of the train step"
-                    )
+            if version is None and self._version is None and time.monotonic() >= deadline:
+                raise WeightSyncError(
+                    f"role {self._task}: no weights were published in {timeout_s:g} s; look into "
+                    "the log of the train step"
+                )
+            if version is None and self._version is not None:
                 return
-            if self._load(weights, version):
+            if version is not None and self._load(weights, version):
                 return
 
     def _newest(self, weights: Subscriber, timeout_s: float) -> VersionId | None:

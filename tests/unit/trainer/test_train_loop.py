@@ -1,0 +1,164 @@
+"""The train loop on a fake backend: order of calls, streaming, stop, learning rate, failures."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.config import TrainConfig
+from relax_hpc.errors import DeadlineError, RelaxError
+from relax_hpc.records import Row
+from relax_hpc.trainer.megatron_compat import import_megatron
+
+import_megatron()
+
+from relax_hpc.trainer.backend import ReplicaPlace  # noqa: E402
+from relax_hpc.trainer.loop import TrainLoop, TrainServices, learning_rate  # noqa: E402
+from relax_hpc.trainer.objective import STATS  # noqa: E402
+from tests.distributed.fakes import (  # noqa: E402
+    FakeKeeper,
+    FakePublisher,
+    FakeQueue,
+    FakeReporter,
+)
+from tests.distributed.tiny_models import make_config, make_rows  # noqa: E402
+
+
+@dataclasses.dataclass
+class FakeBackend:
+    """Counts micro-batches; one rank."""
+
+    log: list[Any]
+    grad_norm: float = 1.0
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    align: int = 1
+    place: ReplicaPlace = dataclasses.field(
+        default_factory=lambda: ReplicaPlace(
+            global_rank=0,
+            world_size=1,
+            dp_rank=0,
+            dp_size=1,
+            leader=0,
+            stats_rank=0,
+            shard_rank=0,
+            shards_per_replica=1,
+        )
+    )
+
+    def share_rows(self, rows: list[Row] | None) -> list[Row]:
+        assert rows is not None
+        return rows
+
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    max_over_ranks = sum_over_ranks
+
+    def forward_backward(self, batches: list[Any], objective: Any) -> np.ndarray:
+        self.log.append(("forward_backward", sum(len(batch.spans) for batch in batches)))
+        return np.ones(len(STATS))
+
+    def optimizer_step(self, count: float, lr: float) -> float:
+        self.log.append(("optimizer", count))
+        return self.grad_norm
+
+    def pieces(self) -> Any:
+        self.log.append("pieces")
+        return iter(())
+
+    def specs(self) -> list[Any]:
+        return []
+
+
+def make_loop(chunks: int = 2, **changes: Any) -> tuple[TrainLoop, list[Any], dict[str, Any]]:
+    log: list[Any] = []
+    rows = make_rows(0, groups=4)
+    parts: dict[str, Any] = {
+        "queue": FakeQueue(lambda step: rows, chunks, calls=log),
+        "publisher": FakePublisher(),
+        "keeper": FakeKeeper(),
+        "reporter": FakeReporter(),
+    }
+    parts |= {k: v for k, v in changes.items() if k in ("queue", "keeper", "wants_stop")}
+    train = {"chunks_per_step": chunks, "save_interval": 2} | changes.get("train", {})
+    config = make_config(Path("m"), run={"train_steps": 5}, train=train)
+    backend = FakeBackend(log, grad_norm=changes.get("grad_norm", 1.0))
+    return TrainLoop(config, backend, TrainServices(**parts)), log, parts  # type: ignore[arg-type]
+
+
+def test_order_within_a_step() -> None:
+    loop, log, parts = make_loop()
+    assert loop.run()
+    assert log[:2] == [("begin", 0), "pieces"]
+    count = sum(int(row.fields["loss_mask"].sum()) for row in make_rows(0, groups=4))
+    one_step = [
+        ("forward_backward", 8),  # the first chunk is trained before the second is asked for
+        ("forward_backward", 8),
+        ("optimizer", count),
+    ]
+    assert log[2:7] == [*one_step, ("complete", 0), "pieces"]
+    assert parts["keeper"].saved == [(2, False), (4, False), (5, True)]
+    assert parts["publisher"].version == 5
+    metrics = parts["reporter"].metrics
+    assert sorted(metrics) == list(range(5))
+    assert metrics[0]["train/samples_sum"] == 16
+    assert {"step": 0, "chunk": 1} in parts["reporter"].said
+
+
+def test_resume_begins_at_the_checkpoint() -> None:
+    loop, log, parts = make_loop(keeper=FakeKeeper(start=3))
+    assert loop.run()
+    assert log[0] == ("begin", 3)
+    assert sorted(parts["reporter"].metrics) == [3, 4]
+
+
+def test_resume_of_a_complete_run_publishes_and_ends() -> None:
+    loop, log, parts = make_loop(keeper=FakeKeeper(start=5))
+    assert loop.run()
+    assert log == [("begin", 5), "pieces"]
+    assert parts["publisher"].version == 5
+
+
+def test_stop_saves_the_last_optimizer_step() -> None:
+    answers = iter([False] * 7 + [True] * 100)  # in the second step
+    loop, log, parts = make_loop(wants_stop=lambda: next(answers))
+    assert not loop.run()
+    done = [entry[1] for entry in log if entry[0] == "complete"]
+    assert done == [0]
+    assert parts["keeper"].saved == [(1, False)]
+
+
+def test_stop_while_waiting_for_rows() -> None:
+    answers = iter([False, True, True, True])
+
+    class Empty(FakeQueue):
+        def take_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            raise DeadlineError("not ready")
+
+    loop, _, parts = make_loop(queue=Empty(lambda step: []), wants_stop=lambda: next(answers))
+    assert not loop.run()
+    assert parts["keeper"].saved == [(0, False)]
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_spoiled_weights_are_never_published_or_saved(norm: float) -> None:
+    loop, _, parts = make_loop(grad_norm=norm)
+    with pytest.raises(RelaxError, match="train step 0"):
+        loop.run()
+    assert parts["publisher"].version == 0
+    assert parts["keeper"].saved == []
+
+
+def test_learning_rate() -> None:
+    constant = TrainConfig(lr=1e-3)
+    assert [learning_rate(constant, s, 10) for s in (0, 9)] == [1e-3, 1e-3]
+    decay = TrainConfig(lr=1.0, min_lr=0.1, lr_warmup_steps=2)
+    rates = [learning_rate(decay, s, 12) for s in range(12)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(rates[1:]))
+    assert learning_rate(TrainConfig(lr=1.0, min_lr=0.5), 0, 1) == 0.5
