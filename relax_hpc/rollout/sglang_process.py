@@ -4,8 +4,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -67,7 +69,7 @@ def server_arguments(config: Config, model: Path, device: str) -> dict[str, str]
 
 
 def server_environment(
-    config: Config, identity: "Identity", key_file: Path, weights: Path, scratch: str
+    config: Config, identity: "Identity", key_file: Path, weights: Path, scratch: Path
 ) -> dict[str, str]:
     """Return the environment of the server: ours without RELAX_*, plus the plugin's."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")}
@@ -78,7 +80,7 @@ def server_environment(
         "PYTHONPATH": os.pathsep.join(entry for entry in path if entry),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "TMPDIR": scratch,
+        "TMPDIR": str(scratch),
         "RELAX_SGLANG": "1",
         "RELAX_SGLANG_DEVICE": device,
         "RELAX_SGLANG_KEY_FILE": str(key_file),
@@ -188,6 +190,19 @@ class ServerProcess:
             ) from err
 
 
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a short temporary folder for the server's sockets (108 bytes is their limit)."""
-    return tempfile.TemporaryDirectory(prefix="relax-sgl-", ignore_cleanup_errors=True)
+def scratch_folder(owner: Path) -> Path:
+    """Make an empty, private folder for the server's sockets; its path is short (limit 108 bytes).
+
+    The name follows from `owner`, so that the next incarnation removes what a killed one left.
+
+    Raises:
+        EngineError: the folder cannot be made, or is not ours.
+    """
+    digest = hashlib.sha256(str(owner).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir()) / f"relax-sgl-{os.getuid()}-{digest}"
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(mode=0o700)  # fails where something of another user is in the way
+    except OSError as err:
+        raise EngineError(f"scratch folder of the sglang server: {err}; remove {path}") from err
+    return path

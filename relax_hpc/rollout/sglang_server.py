@@ -35,7 +35,7 @@ from pathlib import Path
 import aiohttp
 
 from relax_hpc.config import Config
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.log import kv
 from relax_hpc.records import Completion, FinishReason
 from relax_hpc.rollout import sglang_weights
@@ -107,9 +107,14 @@ class _Running:
 
 
 class SglangEngine:
-    """See `engine.Engine`. One server, `rollout.engine_tp` ranks on this node."""
+    """See `engine.Engine`. One server, `rollout.engine_tp` ranks on this node.
+
+    Raises:
+        ConfigError: the step has other GPUs or tasks than the engine needs.
+    """
 
     def __init__(self, config: Config, identity: "Identity") -> None:
+        _check_place(config, identity)
         self._config, self._identity = config, identity
         self._model = Path(config.model.path)
         self._folder = identity.run.shm(identity.node) / f"sglang-{identity.index}"
@@ -150,14 +155,15 @@ class SglangEngine:
         self._tied = sglang_weights.is_tied(self._model)
         self._vocab_size = _write_server_model(self._model, self._folder / "model")
         self._cleanup.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        scratch = self._cleanup.enter_context(scratch_folder())
+        scratch = scratch_folder(self._folder)
+        self._cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
         key_file = self._identity.run.secret / f"sglang-{self._identity.index}.key"
         key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_secret(key_file, self._key)
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self._key}"},
-            # limit 0: SGLang queues, not the client. New connections: uvicorn closes idle ones after
-            # 5 s, and a request that meets the closing one fails ("Server disconnected").
+            # limit 0: SGLang queues, not the client. New connections: uvicorn closes idle ones
+            # after 5 s, and a request that meets a closing one fails ("Server disconnected").
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         environment = server_environment(
@@ -465,6 +471,17 @@ class SglangEngine:
                 response.status, f"{path} answered {response.status}: {text.strip()[:500]}"
             )
         return json.loads(text) if text.startswith("{") else {}
+
+
+def _check_place(config: Config, identity: "Identity") -> None:
+    tp, gpus = config.rollout.engine_tp, identity.gpus
+    if identity.world > 1:
+        raise ConfigError(
+            f"rollout.engine_tp={tp}: an SGLang engine cannot span several tasks or nodes, "
+            "use at most the GPUs of one node"
+        )
+    if gpus and len(gpus) != tp:
+        raise ConfigError(f"rollout.engine_tp={tp}: the rollout step got GPUs {gpus}, not {tp}")
 
 
 def _end_of(server: ServerProcess) -> str:

@@ -38,5 +38,14 @@ def maker(folder: Path, model: Path, tp: int = 1, **rollout: Any) -> Callable[[]
     return lambda: SglangEngine(config_of(model, tp, **rollout), identity_of(folder))
 
 
+class SglangBed(EngineBed):
+    """Removes the run's folder in shared memory too: in a run the node agent does."""
+
+    def close(self) -> None:
+        super().close()
+        assert isinstance(self.engine, SglangEngine)
+        self.engine._folder.parent.rmdir()
+
+
 def bed_of(folder: Path, model: Path, tp: int = 1, **rollout: Any) -> EngineBed:
-    return EngineBed(model, maker(folder, model, tp, **rollout))
+    return SglangBed(model, maker(folder, model, tp, **rollout))

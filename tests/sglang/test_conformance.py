@@ -1,5 +1,6 @@
 """A real SGLang server passes the conformance checks of every engine, with one and two TP ranks."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.errors import EngineError
 from tests.conformance import engines
 from tests.conformance.engines import EngineBed
 from tests.sglang.beds import bed_of
@@ -29,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[EngineBed]:
-    bed = bed_of(tmp_path_factory.mktemp("runs"), model)
+    # a cache so small that requests queue and are retracted
+    bed = bed_of(tmp_path_factory.mktemp("runs"), model, max_tokens_in_cache=4000)
     yield bed
     bed.close()
 
@@ -77,8 +80,6 @@ def test_eos_of_the_model_is_not_a_stop_token(bed: EngineBed) -> None:
 
 def test_a_greedy_neighbour_changes_no_sample(bed: EngineBed) -> None:
     async def check(bed: EngineBed) -> None:
-        import asyncio
-
         await bed.serve(0)
         alone = await bed.generate(engines.prompt(8), max_new_tokens=40, temperature=1.0, seed=3)
         greedy = asyncio.create_task(bed.generate(engines.prompt(9), max_new_tokens=60))
@@ -96,8 +97,6 @@ def test_sampling_continues_across_an_update_with_equal_weights(bed: EngineBed) 
     """Abort, reload of the same bytes, resubmission: the tokens are those of an undisturbed run."""
 
     async def check(bed: EngineBed) -> None:
-        import asyncio
-
         await bed.serve(0)
         options: dict[str, Any] = {"max_new_tokens": 400, "temperature": 1.0, "seed": 9}
         undisturbed = await bed.generate(engines.prompt(8), **options)
@@ -107,5 +106,45 @@ def test_sampling_continues_across_an_update_with_equal_weights(bed: EngineBed) 
         got = await running
         assert got.token_ids == undisturbed.token_ids
         np.testing.assert_allclose(got.logprobs, undisturbed.logprobs, atol=engines.TOLERANCE)
+
+    bed.run(check)
+
+
+def test_update_with_a_queue(bed: EngineBed) -> None:
+    """More requests than the cache holds: waiting and retracted ones survive an update too."""
+
+    async def check(bed: EngineBed) -> None:
+        await bed.serve(0)
+        calls = [
+            asyncio.create_task(
+                bed.generate(engines.prompt(9, i), max_new_tokens=250, temperature=1.0, seed=i)
+            )
+            for i in range(30)
+        ]
+        await asyncio.sleep(1.0)
+        await bed.serve(1)
+        done = await asyncio.gather(*calls)
+        assert all(len(c.token_ids) == 250 for c in done)
+        assert {v for c in done for v in c.token_versions} == {0, 1}
+        for index, got in enumerate(done):
+            assert got.token_versions == sorted(got.token_versions)
+            prompt = engines.prompt(9, index)
+            by_version = [bed.logprobs(v, prompt, got.token_ids) for v in (0, 1)]
+            expected = np.where(np.array(got.token_versions) == 0, *by_version)
+            np.testing.assert_allclose(got.logprobs, expected, atol=engines.TOLERANCE)
+
+    bed.run(check)
+
+
+def test_prompt_and_response_that_exceed_the_cache(bed: EngineBed) -> None:
+    """SGLang would cut max_new_tokens silently; the engine says what to change."""
+
+    async def check(bed: EngineBed) -> None:
+        await bed.serve(0)
+        tokens = engines.prompt(700)
+        assert len((await bed.generate(tokens, max_new_tokens=300)).token_ids) == 300
+        with pytest.raises(EngineError):
+            await bed.generate(tokens, max_new_tokens=4000)
+        assert await bed.engine.healthy()
 
     bed.run(check)

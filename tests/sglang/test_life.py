@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from relax_hpc.errors import EngineError
 from relax_hpc.rollout import sglang_weights
 from relax_hpc.rollout.sglang_server import SglangEngine
+from relax_hpc.runfolder import RunFolder
 from tests.conformance import engines
 from tests.sglang.beds import bed_of
 
@@ -55,6 +57,8 @@ def owner(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.communicate(timeout=60)
+    for run in tmp_path.glob("sgl-*"):
+        shutil.rmtree(RunFolder(run).shm("n01"), ignore_errors=True)
 
 
 def is_gone(process: psutil.Process) -> bool:

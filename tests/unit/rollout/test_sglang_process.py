@@ -1,6 +1,7 @@
 """Command line, environment and death of the server process, with a stub instead of SGLang."""
 
 import asyncio
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 6, 8})
     config, identity = config_of(tmp_path, tp=2), identity_of(tmp_path)
-    got = server_environment(config, identity, tmp_path / "key", tmp_path, "/tmp/x")
+    got = server_environment(config, identity, tmp_path / "key", tmp_path, tmp_path)
     assert "RELAX_RUN" not in got
     path = got["PYTHONPATH"].split(os.pathsep)
     assert path[0].endswith("sglang_plugin/path")
@@ -102,6 +103,7 @@ def test_a_server_that_ends_at_its_start(stub: Any, tmp_path: Path, mode: str) -
     tries = log_file.read_text().count("line")
     assert tries == (sglang_server.START_TRIES if mode == "busy" else 1)
     assert not engine._folder.exists()
+    engine._folder.parent.rmdir()
 
 
 def test_a_server_that_never_answers(stub: Any, tmp_path: Path) -> None:
@@ -113,9 +115,40 @@ def test_a_server_that_never_answers(stub: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"did not generate within 1\.0 s"):
         asyncio.run(engine.start())
     assert engine._server is not None and not engine._server.alive
+    engine._folder.parent.rmdir()
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     engine = sglang_server.SglangEngine(config_of(tmp_path / "none"), identity_of(tmp_path))
     with pytest.raises(EngineError, match="none"):
         asyncio.run(engine.start())
+
+
+def test_scratch_folder_is_short_private_and_emptied(tmp_path: Path) -> None:
+    first = sglang_process.scratch_folder(tmp_path)
+    (first / "socket").touch()
+    assert sglang_process.scratch_folder(tmp_path) == first
+    assert list(first.iterdir()) == []
+    assert first.stat().st_mode & 0o777 == 0o700
+    assert len(str(first)) < 60
+    assert sglang_process.scratch_folder(tmp_path / "other") != first
+    for path in (first, sglang_process.scratch_folder(tmp_path / "other")):
+        path.rmdir()
+
+
+def test_a_scratch_folder_that_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_process.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = sglang_process.scratch_folder(tmp_path)
+    path.rmdir()
+    path.symlink_to(tmp_path)
+    with pytest.raises(EngineError, match="remove"):
+        sglang_process.scratch_folder(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"world": 2}, {"gpus": (0, 1, 2)}])
+def test_an_engine_in_the_wrong_place(tmp_path: Path, changes: dict[str, Any]) -> None:
+    identity = dataclasses.replace(identity_of(tmp_path), **changes)
+    with pytest.raises(ConfigError, match="engine_tp=2"):
+        sglang_server.SglangEngine(config_of(tmp_path, tp=2), identity)
