@@ -381,6 +381,22 @@ def test_time_limit_is_resumable(slurm_cluster) -> None:
     assert (state.name, state.fate) == ("TIMEOUT", Fate.RESUMABLE)
 
 
+@pytest.mark.skipif(
+    os.getuid() != 0 and shutil.which("slurmdbd", path="/usr/sbin:/usr/bin") is None,
+    reason="needs slurmdbd and mariadb, which only root can install",
+)
+def test_accounting(cluster: Maker) -> None:
+    mine = cluster("--nodes", "1", "--accounting")
+    job = mine.submit("srun bash -c 'exit 5'; exit 4")
+    state = mine.wait_for(job, lambda s: s.is_over)
+    assert (state.source, state.name, state.exit_code) == ("sacct", "FAILED", 4)
+    assert state.derived_exit_code == 5
+    os.kill(mine.pid("slurmdbd"), signal.SIGKILL)
+    os.kill(mine.pid("mariadbd"), signal.SIGKILL)
+    assert tool("up", "--state", str(mine.state)).returncode == 0
+    assert slurm.job_state(job).source == "sacct"
+
+
 def test_a_job_that_slurmctld_forgot(cluster: Maker) -> None:
     mine = cluster("--nodes", "1", "--set", "MinJobAge=2")
     job = mine.submit("exit 4")
