@@ -284,6 +284,9 @@ def finish(session: Session, supervisor: Supervisor) -> int:
         status, cause = outcome.status, outcome.cause
     except RelaxError as err:
         status, cause, code = RunStatus.FAILED, str(err), err.exit_code
+    except Exception as err:  # noqa: BLE001 - the process boundary: the run must not look alive
+        _LOG.exception("supervisor failed")
+        status, cause, code = RunStatus.FAILED, f"the supervisor failed: {err!r}", 1
     if status is RunStatus.REQUEUED:
         status, cause = _may_requeue(session, cause)
     state.status, state.cause = status, cause

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from relax_hpc.config import Config
-from relax_hpc.errors import RelaxError
 from relax_hpc.launcher.members import MemberSource, Snapshot
 from relax_hpc.launcher.slot import Slot
 from relax_hpc.launcher.steps import StepBackend, StepExit, StepLaunch, tail
@@ -394,8 +393,3 @@ class _Wakeup:
         ready, _, _ = select.select([self._reader], [], [], timeout_s)
         if ready:
             self._reader.recv(4096)
-
-
-def ended_with_error(error: RelaxError) -> Outcome:
-    """Return the outcome of a supervisor that cannot go on."""
-    return Outcome(RunStatus.FAILED, str(error), 1)

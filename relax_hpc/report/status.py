@@ -75,10 +75,13 @@ def _print_rich(rows: list[tuple[str, ...]], out: TextIO) -> None:
     import rich.console
     import rich.table
 
-    table = rich.table.Table(*_COLUMNS, box=rich.box.SIMPLE_HEAD)
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=name != "progress")
     for row in rows:
         table.add_row(*row)
-    rich.console.Console(file=out, highlight=False, markup=False).print(table)
+    width = max(80, shutil.get_terminal_size((100, 24)).columns)
+    rich.console.Console(file=out, highlight=False, markup=False, width=width).print(table)
 
 
 def status_text(report: RunReport) -> str:
