@@ -144,7 +144,9 @@ class _UserReward:
 
 
 def _checked(result: Any) -> RewardResult:
-    checked = result if isinstance(result, RewardResult) else RewardResult(float(result), float(result))
+    checked = (
+        result if isinstance(result, RewardResult) else RewardResult(float(result), float(result))
+    )
     if checked.valid and not (math.isfinite(checked.score) and math.isfinite(checked.accuracy)):
         return invalid(f"score {checked.score}, accuracy {checked.accuracy}: not finite")
     return checked
