@@ -3,8 +3,9 @@
 Legend: T packed tokens, H query heads, K key/value heads, D head size, B sequences, L length.
 
 megatron's own DotProductAttention refuses packed sequences and its packed RoPE loops over them with
-a host synchronisation each. Here: `varlen_attn` of PyTorch on GPUs; on CPUs sequences of similar
-length go through one batched SDPA (right-padded, so the causal mask alone hides the padding).
+a host synchronisation each. Here: `varlen_attn` of PyTorch on GPUs in half precision; else (CPU, or
+float32, which that kernel does not know) sequences of similar length go through one batched SDPA,
+right-padded, so that the causal mask alone hides the padding.
 """
 
 import dataclasses
@@ -35,6 +36,12 @@ class Bucket:
     shape: tuple[int, int]
     """(B, L)."""
 
+    def to(self, device: torch.device) -> "Bucket":
+        """Move the indices to a device."""
+        return Bucket(
+            self.rows.to(device), self.places.to(device), self.packed.to(device), self.shape
+        )
+
 
 @dataclasses.dataclass
 class PackedBatch(PackedSeqParams):  # type: ignore[misc]  # megatron is not typed
@@ -42,10 +49,20 @@ class PackedBatch(PackedSeqParams):  # type: ignore[misc]  # megatron is not typ
 
     positions: torch.Tensor | None = None
     """[T] int64 position of each token inside its sequence."""
-    buckets: tuple[Bucket, ...] = ()
-    """CPU only."""
-    order: torch.Tensor | None = None
-    """[T] int64: row of the concatenated buckets that holds packed token t; CPU only."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence; their sum is T."""
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Sequences grouped by length, for batched attention."""
+        assert self.positions is not None  # set by pack()
+        sizes = torch.tensor(self.lengths)
+        return tuple(b.to(self.positions.device) for b in _buckets(sizes.cumsum(0) - sizes, sizes))
+
+    @functools.cached_property
+    def order(self) -> torch.Tensor:
+        """[T] int64: row of the concatenated buckets that holds packed token t."""
+        return torch.argsort(torch.cat([bucket.packed for bucket in self.buckets]))
 
 
 def pack(lengths: typing.Sequence[int], device: torch.device) -> PackedBatch:
@@ -67,16 +84,14 @@ def pack(lengths: typing.Sequence[int], device: torch.device) -> PackedBatch:
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         positions=positions.to(device),
+        lengths=tuple(lengths),
     )
     # apply_rotary_pos_emb hands only cu_seqlens on, so the positions ride on that tensor.
     cu_seqlens.relax_positions = batch.positions  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        batch.buckets = _buckets(bounds[:-1], sizes)
-        batch.order = torch.argsort(torch.cat([bucket.packed for bucket in batch.buckets]))
     return batch
 
 
-def _buckets(starts: torch.Tensor, sizes: torch.Tensor) -> tuple[Bucket, ...]:
+def _buckets(starts: torch.Tensor, sizes: torch.Tensor) -> list[Bucket]:
     by_length = torch.argsort(sizes, descending=True, stable=True).tolist()
     groups: list[list[int]] = []
     for sequence in by_length:
@@ -85,7 +100,7 @@ def _buckets(starts: torch.Tensor, sizes: torch.Tensor) -> tuple[Bucket, ...]:
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
-    return tuple(_bucket(starts[group], sizes[group]) for group in groups)
+    return [_bucket(starts[group], sizes[group]) for group in groups]
 
 
 def _bucket(starts: torch.Tensor, sizes: torch.Tensor) -> Bucket:
@@ -128,7 +143,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is not 
         del attention_mask, kwargs
         if not isinstance(packed_seq_params, PackedBatch):
             raise TypeError("PackedAttention: packed_seq_params must come from pack()")
-        if query.is_cuda:
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return _varlen(query, key, value, packed_seq_params, self.scale).flatten(1)
         return _bucketed(query, key, value, packed_seq_params, self.scale).flatten(1)
 
@@ -179,7 +194,6 @@ def _bucketed(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    assert batch.order is not None  # set by pack() on CPUs
     return torch.cat(outs).index_select(0, batch.order)
 
 

@@ -58,9 +58,12 @@ class Ranks:
 
 
 def start_distributed(
-    function: Callable[..., typing.Any], world_size: int, *args: typing.Any
+    function: Callable[..., typing.Any], world_size: int, *args: typing.Any, on_gpus: bool = False
 ) -> Ranks:
-    """Start `function(*args)` in `world_size` processes; args are JSON values."""
+    """Start `function(*args)` in `world_size` processes; args are JSON values.
+
+    With `on_gpus` rank r sees GPU r only and the backend is NCCL, else no rank sees a GPU.
+    """
     folder = Path(tempfile.mkdtemp(prefix="relax-test-"))
     (folder / "args.json").write_text(json.dumps(args))
     processes = []
@@ -70,7 +73,11 @@ def start_distributed(
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "CUDA_VISIBLE_DEVICES": str(rank) if on_gpus else "",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         command = [sys.executable, "-m", "tests.distributed.launch"]
         command += [function.__module__, function.__name__, str(folder)]
@@ -82,20 +89,22 @@ def start_distributed(
 
 
 def run_distributed(
-    function: Callable[..., typing.Any], world_size: int, *args: typing.Any
+    function: Callable[..., typing.Any], world_size: int, *args: typing.Any, on_gpus: bool = False
 ) -> list[typing.Any]:
-    """Run `function(*args)` in `world_size` gloo processes; returns each rank's result."""
-    return start_distributed(function, world_size, *args).wait()
+    """Run `function(*args)` in `world_size` processes; returns each rank's result."""
+    return start_distributed(function, world_size, *args, on_gpus=on_gpus).wait()
 
 
 def main() -> None:
     """One rank: join the group, call the function, write the result."""
     module, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    import torch
     import torch.distributed as dist
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     result = getattr(importlib.import_module(module), name)(
         *json.loads((folder / "args.json").read_text())
     )

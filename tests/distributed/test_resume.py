@@ -29,7 +29,11 @@ class KillingReporter(FakeReporter):
 
 
 def train(
-    model: str, checkpoints: str, sizes: tuple[int, int] = (1, 1), must_die: bool = False
+    model: str,
+    checkpoints: str,
+    sizes: tuple[int, int] = (1, 1),
+    must_die: bool = False,
+    dtype: str = "float32",
 ) -> typing.Any:
     """Train (or resume) with real checkpoints; [hex loss, hex grad norm] by step on rank 0."""
     import torch.distributed as dist
@@ -43,6 +47,7 @@ def train(
         parallel_state.destroy_model_parallel()
     config = make_config(
         Path(model),
+        model={"dtype": dtype},
         run={"train_steps": STEPS},
         train={"save_interval": 2, "tp": sizes[0], "pp": sizes[1], "chunks_per_step": 2},
         resources={"train": {"ranks": dist.get_world_size()}},

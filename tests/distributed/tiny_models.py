@@ -78,7 +78,7 @@ def make_rows(seed: int, groups: int, group_size: int = 4, max_tokens: int = 12)
     return rows
 
 
-def make_config(model: Path, **sections: dict[str, object]) -> Config:
+def make_config(model: Path, /, **sections: dict[str, object]) -> Config:
     """A small run on that model; sections are merged over the defaults."""
     tree: dict[str, dict[str, object]] = {
         "run": {"name": "test", "train_steps": 4},
