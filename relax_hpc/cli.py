@@ -262,7 +262,7 @@ def _report_job(job: Any, args: argparse.Namespace) -> int:
     except UncompletedJobError as err:
         sys.stderr.write(f"relax-hpc submit: {err}\n")
         return 1
-    _print_json({**told, **result})
+    _print_json({**result, **told})
     return 0
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,16 +47,12 @@ class RunWatcher(core.InfoWatcher):
 
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
-        self._folders: dict[str, RunFolder] = {}
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._local: dict[str, Callable[[], str]] = {}
 
-    def register_run(
-        self, job_id: str, folder: RunFolder, child: subprocess.Popen[bytes] | None = None
-    ) -> None:
-        """Remember where a job's run folder is, and the supervisor if it is our child."""
-        self._folders[job_id] = folder
-        if child is not None:
-            self._children[job_id] = child
+    def register_local(self, job_id: str, ask: Callable[[], str]) -> None:
+        """Ask a function for the state of a local run, which Slurm does not know."""
+        self._local[job_id] = ask
+        self._finished.discard(job_id)  # a resumed run has the id of its first start
 
     def update(self) -> None:
         """Ask for all registered jobs that are not over."""
@@ -77,17 +73,8 @@ class RunWatcher(core.InfoWatcher):
         return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
 
     def _ask(self, job_id: str) -> str:
-        if not job_id.startswith(_LOCAL_PREFIX):
-            return slurm.job_state(job_id).name
-        child = self._children.get(job_id)
-        has_ended = child is not None and child.poll() is not None  # before the read: no race
-        folder = self._folders.get(job_id)
-        state = read_state(folder) if folder is not None else None
-        if state is not None and state.status.is_final:
-            return _LOCAL_STATES[state.status]
-        if child is None and state is not None:
-            has_ended = not is_supervisor_alive(state)
-        return "FAILED" if has_ended else "PENDING" if state is None else "RUNNING"
+        ask = self._local.get(job_id)
+        return slurm.job_state(job_id).name if ask is None else ask()
 
 
 _LOCAL_STATES = {
@@ -106,16 +93,53 @@ class RelaxJob(core.Job[dict[str, Any]]):
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
         super().__init__(folder, job_id, tasks)
         self.run_folder = RunFolder(Path(folder).absolute())
+        self._first_attempt = 1
+        self._child: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def of_run(
-        cls, folder: Path, job_id: str, run: Path, child: subprocess.Popen[bytes] | None = None
+        cls,
+        folder: Path,
+        job_id: str,
+        run: Path,
+        first_attempt: int = 1,
+        child: subprocess.Popen[bytes] | None = None,
     ) -> "RelaxJob":
-        """Make the job of a run folder."""
+        """Make the job of a run folder.
+
+        Args:
+            folder: of submitit's files.
+            job_id: Slurm's, or `local-RUN`.
+            run: the run folder.
+            first_attempt: of this job; older ones in state.json belong to jobs before it.
+            child: the supervisor, if it is our child.
+        """
         job = cls(folder, job_id)
         job.run_folder = RunFolder(run)
-        job.watcher.register_run(job_id, job.run_folder, child)
+        job._first_attempt = first_attempt
+        job._child = child
         return job
+
+    def _register_in_watcher(self) -> None:
+        super()._register_in_watcher()
+        if self._is_local:
+            self.watcher.register_local(self.job_id, self._ask_local)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_child": None}  # a process handle cannot be pickled
+
+    @property
+    def _is_local(self) -> bool:
+        return self.job_id.startswith(_LOCAL_PREFIX)
+
+    def _ask_local(self) -> str:
+        has_ended = self._child is not None and self._child.poll() is not None  # before the read
+        state = self._own_state()
+        if state is not None and state.status.is_final:
+            return _LOCAL_STATES[state.status]
+        if self._child is None and state is not None:
+            has_ended = not is_supervisor_alive(state)
+        return "FAILED" if has_ended else "PENDING" if state is None else "RUNNING"
 
     def done(self, force_check: bool = False) -> bool:
         """Say whether the run is over; the run folder is asked before Slurm."""
@@ -128,12 +152,12 @@ class RelaxJob(core.Job[dict[str, Any]]):
     def state(self) -> str:
         """Slurm's word for the job's state; asked anew once the run folder says it is over."""
         own = self._own_state()
-        is_near_end = self.job_id.startswith(_LOCAL_PREFIX) or (own and own.status.is_final)
-        return self.watcher.get_state(self.job_id, mode="force" if is_near_end else "standard")
+        is_cheap = self._is_local or (own is not None and own.status.is_final)
+        return self.watcher.get_state(self.job_id, mode="force" if is_cheap else "standard")
 
     def cancel(self, check: bool = True) -> None:
         """End the run: all components of its job, or its local supervisor."""
-        if not self.job_id.startswith(_LOCAL_PREFIX):
+        if not self._is_local:
             slurm.cancel(self.job_id)
             return
         state = read_state(self.run_folder)
@@ -145,12 +169,11 @@ class RelaxJob(core.Job[dict[str, Any]]):
         raise RelaxError(f"a run has no submitted function; see {self.run_folder.config}")
 
     def _own_state(self) -> RunState | None:
-        """Return state.json if it is of this job (a resumed run has an older one first)."""
+        """Return state.json if it is of this job: a resumed run has an older one first."""
         state = read_state(self.run_folder)
-        mine = state is not None and (
-            state.job_id == self.job_id or self.job_id.startswith(_LOCAL_PREFIX)
-        )
-        return state if mine else None
+        if state is None or state.attempt < self._first_attempt:
+            return None
+        return state if self._is_local or state.job_id == self.job_id else None
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """Return ("success", summary) or ("error", cause); submitit raises FailedJobError then."""
@@ -229,6 +252,7 @@ class RelaxExecutor(core.Executor):
         folder = RunFolder(run.resolve())
         config = read_config(Request(resume=str(folder.path), steps=steps))
         state = read_state(folder)
+        first_attempt = 1 if state is None else state.attempt + 1
         if state is not None:
             check_not_running(state, "")
         preflight.check_inputs(config)
@@ -236,13 +260,13 @@ class RelaxExecutor(core.Executor):
         if steps:
             arguments += ["--steps", str(steps)]
         if config.resources.launcher is LauncherKind.LOCAL:
-            return self._spawn(folder, arguments)
+            return self._spawn(folder, arguments, first_attempt)
         site = load_site(config.resources.site)
         plan = build_plan(config, site)
         preflight.check_slurm(config, plan)
         script = folder.path / "resume.sh"
         write_atomic(script, render_script(config, plan, site, arguments, config.run.name))
-        return RelaxJob.of_run(self.folder, self._sbatch(script), folder.path)
+        return RelaxJob.of_run(self.folder, self._sbatch(script), folder.path, first_attempt)
 
     def _sbatch(self, script: Path) -> str:
         environment = {**slurm.submission_environment(), "RELAX_PYTHON": sys.executable}
@@ -253,9 +277,9 @@ class RelaxExecutor(core.Executor):
     def _start_local(self, config: Config) -> RelaxJob:
         folder = create_run_folder(self.folder, config.run.name)
         write_atomic(folder.config, config_to_json(config))
-        return self._spawn(folder, ["--resume", str(folder.path), *self._extra])
+        return self._spawn(folder, ["--resume", str(folder.path), *self._extra], 1)
 
-    def _spawn(self, folder: RunFolder, arguments: list[str]) -> RelaxJob:
+    def _spawn(self, folder: RunFolder, arguments: list[str], first_attempt: int) -> RelaxJob:
         """Start a supervisor on this machine; it lives on when this process ends."""
         job_id = f"{_LOCAL_PREFIX}{folder.run_id}"
         log_file = utils.JobPaths(self.folder, job_id=job_id).stdout
@@ -267,7 +291,7 @@ class RelaxExecutor(core.Executor):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return RelaxJob.of_run(self.folder, job_id, folder.path, child)
+        return RelaxJob.of_run(self.folder, job_id, folder.path, first_attempt, child)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

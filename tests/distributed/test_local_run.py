@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from submitit.core.utils import FailedJobError
 
 from relax_hpc.launcher.executor import RelaxExecutor
 from relax_hpc.recovery.lifecycle import RunState, read_state
@@ -281,3 +283,16 @@ def test_the_submitit_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert job.done()
     assert "run ends" in str(job.stdout())
     assert job.exception() is None
+    again = RelaxExecutor("runs", str(STUB)).resume(job.run_folder.path, steps=4)
+    assert again.result()["train_steps"] == 4
+    assert pickle.loads(pickle.dumps(again)).state == "COMPLETED"
+
+
+def test_a_failed_run_raises_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", environment_of()["PYTHONPATH"])
+    job = RelaxExecutor("runs", str(tmp_path / "absent.py")).submit(config_of(SMALL))
+    with pytest.raises(FailedJobError, match=r"dcs-0: rank 0 ended with exit code 2"):
+        job.result()
+    assert job.state == "FAILED"

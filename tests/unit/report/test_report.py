@@ -77,7 +77,9 @@ def test_status_on_a_terminal(folder: RunFolder) -> None:
     with os.fdopen(follower, "w") as terminal:
         print_status(read_run(folder), terminal)
         terminal.flush()
-        seen = os.read(leader, 65536).decode()
+        seen = ""
+        while "20 train steps" not in seen:  # a terminal hands out what it has so far
+            seen += os.read(leader, 65536).decode()
     os.close(leader)
     assert "rollout-1" in seen
 
