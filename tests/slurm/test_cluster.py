@@ -49,6 +49,14 @@ def processes_that_mention(text: str) -> list[str]:
     return found
 
 
+def wait_for_command(text: str) -> None:
+    """RUNNING comes before the batch script has started."""
+    deadline = time.monotonic() + 30
+    while not processes_that_mention(text):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def wait_until_saved(cluster, job: str) -> None:
     """slurmctld writes its state some seconds late; a job killed with it before that is unknown."""
     now, file = time.time(), cluster.state / "ctld" / "job_state"
@@ -143,10 +151,7 @@ def test_down_after_all_daemons_were_killed(cluster: Maker) -> None:
     mine = cluster("--nodes", "1")
     job = mine.submit("sleep 1237")
     mine.wait_for(job, lambda state: state.name == "RUNNING")
-    deadline = time.monotonic() + 30
-    while not processes_that_mention("sleep\0001237"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_command("sleep\0001237")
     for name in ("slurmctld", "slurmd.n01", "munged"):
         os.kill(mine.pid(name), signal.SIGKILL)
     assert processes_that_mention(str(mine.state)) != []  # slurmstepd and sleep live on
@@ -365,8 +370,8 @@ def test_preemption_requeues_the_low_job(slurm_cluster) -> None:
 
 def test_node_failure_is_resumable(cluster: Maker) -> None:
     mine = cluster("--nodes", "2", "--set", "SlurmdTimeout=5")
-    job = mine.submit("sleep 300", "--nodelist=n02", "--no-requeue")
-    mine.wait_for(job, lambda s: s.name == "RUNNING")
+    job = mine.submit("sleep 1238", "--nodelist=n02", "--no-requeue")
+    wait_for_command("sleep\0001238")
     os.kill(mine.pid("slurmd.n02"), signal.SIGKILL)
     state = mine.wait_for(job, lambda s: s.is_over, timeout_s=120)
     assert (state.name, state.fate) == ("NODE_FAIL", Fate.RESUMABLE)
