@@ -17,6 +17,7 @@ from relax_hpc.trainer.model_config import read_model_shape
 from tests.distributed.launch import run_distributed
 from tests.distributed.tiny_models import VOCAB, make_model, make_rows
 
+pytestmark = pytest.mark.distributed
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)]
 MODELS = ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied", "qwen2-tied"]
 EXPORTED = ["qwen3-untied", "llama-tied"]

@@ -13,6 +13,7 @@ from tests.distributed.fakes import FakePublisher, FakeQueue, FakeReporter
 from tests.distributed.launch import run_distributed, start_distributed
 from tests.distributed.tiny_models import make_config, make_model, make_rows
 
+pytestmark = pytest.mark.distributed
 STEPS = 6
 
 

@@ -14,6 +14,7 @@ from tests.distributed.fakes import FakeKeeper, FakePublisher, FakeQueue, FakeRe
 from tests.distributed.launch import run_distributed
 from tests.distributed.tiny_models import make_config, make_model, make_rows
 
+pytestmark = pytest.mark.distributed
 STEPS = 4
 ALGORITHM = {"kl_coef": 0.0, "entropy_coef": 0.01, "tis_clip": 2.0}
 TRAIN = {"lr": 3e-3, "weight_decay": 0.1, "clip_grad": 1.0, "lr_warmup_steps": 2}
