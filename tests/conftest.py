@@ -20,6 +20,16 @@ def pytest_configure() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes many minutes, unless asked for."""
+    if os.environ.get("RELAX_TEST_LONG") == "1":
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Name what the tests left behind. Ends nothing: a leftover is a bug to be seen."""
     factory = getattr(session.config, "_tmp_path_factory", None)  # pytest has no public way here
