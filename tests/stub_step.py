@@ -37,7 +37,7 @@ def main() -> int:
     members.join()
     code = {"train": train, "dcs": serve}.get(me.role, follow)(me, members)
     if not (me.role == "dcs" and me.rank == 0):
-        members.leave()
+        members.leave(timeout_s=1.0)
     return code
 
 

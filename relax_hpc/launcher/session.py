@@ -177,7 +177,7 @@ def check_not_running(old: RunState, own_job: str) -> None:
     Raises:
         ConfigError: it is running.
     """
-    if old.status.is_final:
+    if old.status in (RunStatus.DONE, RunStatus.FAILED):
         return
     if old.job_id:
         running = old.job_id != own_job and not slurm.job_state(old.job_id).is_over

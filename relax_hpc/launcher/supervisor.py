@@ -136,7 +136,9 @@ class Supervisor:
         if self._outcome is None:
             self._outcome = outcome
             self._members.close()  # while control still answers: nothing is judged from here on
-            self._state.status = RunStatus.STOPPING
+            # After SIGTERM Slurm may kill us (KillWait) before the steps are gone: say it now.
+            is_cancelled = outcome.status is RunStatus.CANCELLED
+            self._state.status = RunStatus.CANCELLED if is_cancelled else RunStatus.STOPPING
             self._state.cause = outcome.cause
             self._dirty = True
             level = logging.INFO if outcome.exit_code == 0 else logging.ERROR
