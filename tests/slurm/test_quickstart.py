@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert set(result) == {"accuracy_before", "accuracy_after", "train_steps", "minutes"}
     assert result["accuracy_before"] <= 0.6
     assert result["accuracy_after"] >= 0.9
-    assert result["train_steps"] == 100
+    recipe = tomllib.loads((ROOT / "recipes" / "tiny_dapo.toml").read_text())
+    assert result["train_steps"] == recipe["run"]["train_steps"]
     assert not state.exists()
     # rollout, train and dcs on different nodes and partitions
     steps = [
