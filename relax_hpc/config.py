@@ -19,12 +19,12 @@ from relax_hpc.errors import ConfigError
 
 
 class Mode(enum.StrEnum):
-    """How rollout and training share time; one switch, the same code paths."""
+    """How rollout and training overlap; one switch, the same code paths."""
 
-    COLOCATE = "colocate"
     ASYNC_ON_POLICY = "async_on_policy"
+    """Micro-batches stream inside a step; every token comes from the newest weights."""
     ASYNC = "async"
-    HYBRID = "hybrid"
+    """Engines run ahead of the train step, at most max_staleness versions."""
 
 
 class Layout(enum.StrEnum):
@@ -258,8 +258,6 @@ class TrainConfig:
 
     tp: int = 1
     pp: int = 1
-    cp: int = 1
-    ep: int = 1
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch; a longer sample gets one of its own."""
@@ -281,7 +279,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep", "micro_batch_tokens", "chunks_per_step"):
+        for name in ("tp", "pp", "micro_batch_tokens", "chunks_per_step"):
             value = getattr(self, name)
             _require(value > 0, f"train.{name}={value}: must be > 0")
         _require(self.lr > 0, f"train.lr={self.lr}: must be > 0")
@@ -292,8 +290,8 @@ class TrainConfig:
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that one replica of the model takes: TP x PP x CP."""
-        return self.tp * self.pp * self.cp
+        """Ranks that one replica of the model takes: TP x PP."""
+        return self.tp * self.pp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -422,7 +420,7 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_staleness(config: Config) -> None:
     mode, staleness = config.run.mode, config.rollout.max_staleness
-    if mode in (Mode.COLOCATE, Mode.ASYNC_ON_POLICY):
+    if mode is Mode.ASYNC_ON_POLICY:
         _require(
             staleness == 0,
             f"rollout.max_staleness={staleness}: mode {mode} trains on fresh samples only, use 0",
@@ -436,11 +434,7 @@ def _check_parallelism(config: Config) -> None:
     _require(
         resources.train.ranks % train.model_parallel == 0,
         f"resources.train.ranks={resources.train.ranks}: must be a multiple of "
-        f"TP x PP x CP = {train.tp} x {train.pp} x {train.cp} = {train.model_parallel}",
-    )
-    _require(
-        config.dp % train.ep == 0 or train.ep == 1,
-        f"train.ep={train.ep}: must divide the data parallel size {config.dp}",
+        f"TP x PP = {train.tp} x {train.pp} = {train.model_parallel}",
     )
     rollout = config.rollout
     need = rollout.num_engines * rollout.engine_tp
@@ -459,7 +453,7 @@ def _check_placement(config: Config) -> None:
         if (role := getattr(resources, name)) is not None
     }
     gpus = resources.gpus_per_node
-    if gpus and resources.layout is Layout.SINGLE and config.run.mode is not Mode.COLOCATE:
+    if gpus and resources.layout is Layout.SINGLE:
         need = sum(role.ranks for role in roles.values())
         _require(
             need <= resources.nodes * gpus,

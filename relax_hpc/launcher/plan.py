@@ -13,7 +13,7 @@ a role larger than a node takes whole nodes, so that every node of a step sees t
 import dataclasses
 import json
 
-from relax_hpc.config import Config, LauncherKind, Layout, Mode, RoleResources
+from relax_hpc.config import Config, LauncherKind, Layout, RoleResources
 from relax_hpc.errors import TopologyError
 from relax_hpc.launcher.site import Site
 
@@ -234,8 +234,6 @@ def _single_gpu_steps(config: Config) -> list[StepPlan]:
                 gpus=tuple((gpu,) for gpu in gpus),
             )
         )
-    if config.run.mode is Mode.COLOCATE:  # engines use the train GPUs in turns
-        free = _FreeGpus(config.resources.nodes, gpus_per_node)
     tp = config.rollout.engine_tp
     for index in range(config.rollout.num_engines):
         nodes, gpus = free.take(tp, f"engine {index} (rollout.engine_tp={tp})")

@@ -6,7 +6,6 @@ import typing
 from pathlib import Path
 
 from relax_hpc.config import Config, TrainConfig
-from relax_hpc.errors import ConfigError
 from relax_hpc.trainer import hf_weights
 from relax_hpc.trainer.megatron_compat import import_megatron
 from relax_hpc.trainer.model_config import read_model_shape
@@ -39,7 +38,7 @@ def forward_only_config(train: TrainConfig, ranks: int) -> TrainConfig:
     tp = math.gcd(train.tp, ranks)
     pp = train.pp if ranks % (tp * train.pp) == 0 else 1
     return dataclasses.replace(
-        train, tp=tp, pp=pp, cp=1, ep=1, sequence_parallel=train.sequence_parallel and tp > 1
+        train, tp=tp, pp=pp, sequence_parallel=train.sequence_parallel and tp > 1
     )
 
 
@@ -54,8 +53,6 @@ def build_backend(config: Config, train: TrainConfig, is_training: bool) -> "Meg
     Raises:
         ConfigError: the model or the layout is not supported.
     """
-    if train.cp > 1 or train.ep > 1:
-        raise ConfigError(f"train.cp={train.cp}, train.ep={train.ep}: this version supports 1 only")
     folder = initial_weights(config)
     shape = read_model_shape(folder)
     hf_weights.check_parallel(shape, train.tp, train.pp)

@@ -64,8 +64,6 @@ def initialize_parallel(train: TrainConfig, timeout_min: int, seed: int) -> None
     parallel_state.initialize_model_parallel(
         train.tp,
         train.pp,
-        context_parallel_size=train.cp,
-        expert_model_parallel_size=train.ep,
         distributed_timeout_minutes=timeout_min,
         create_gloo_process_groups=True,
     )

@@ -58,7 +58,7 @@ def test_overrides_keep_types(recipe: Path) -> None:
         ("algorithm.overlong_buffer_tokens=32", "must be smaller than rollout.max_response_tokens"),
         ("rollout.max_staleness=0", "mode async needs 1 or more"),
         ("run.mode=async_on_policy", "trains on fresh samples only"),
-        ("train.tp=2", "must be a multiple of TP x PP x CP"),
+        ("train.tp=2", "must be a multiple of TP x PP"),
         ("rollout.num_engines=2", "must be rollout.num_engines x engine_tp"),
         ("train.chunks_per_step=3", "must divide rollout.groups_per_step"),
         ("algorithm.kl_coef=0.1", "needs a reference"),

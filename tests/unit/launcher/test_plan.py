@@ -62,20 +62,6 @@ def test_dcs_gets_a_step_per_component_where_the_site_forbids_more() -> None:
     assert [(s.name, s.num_tasks) for s in plan.steps[:2]] == [("dcs-0", 1), ("dcs-1", 1)]
 
 
-def test_colocate_shares_gpus() -> None:
-    config = config_of(
-        HEADLINE,
-        run__mode="colocate",
-        rollout__max_staleness=0,
-        resources__layout="single",
-        resources__nodes=1,
-    )
-    plan = build_plan(config, SITE)
-    taken = gpus_taken(plan)
-    assert len(taken) == 16
-    assert len(set(taken)) == 8
-
-
 def test_engine_larger_than_a_node() -> None:
     config = config_of(
         HEADLINE,
