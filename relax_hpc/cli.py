@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        return command(args)
+        code = command(args)
+        sys.stdout.flush()  # here, not at exit: a reader that left is handled below
+        return code
     except RelaxError as err:
         sys.stderr.write(f"relax-hpc {args.name}: {err}\n")
         return err.exit_code

@@ -114,6 +114,9 @@ class _ScoreProcess:
             raise ScoreProcessDiedError(
                 f"score worker pid={process.pid} did not start within {_START_TIMEOUT_S:g} s"
             ) from err
+        except BaseException:  # cancelled: nobody else knows this process
+            await worker.kill()
+            raise
         return worker
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -139,6 +139,33 @@ def test_a_cancelled_score_does_not_poison_the_next_one():
     assert asyncio.run(run()) == RewardResult(1.0, 1.0)
 
 
+def test_a_score_cancelled_while_its_process_starts_leaves_none(monkeypatch, tmp_path):
+    started = tmp_path / "pid"
+    stub = tmp_path / "slow_start.py"
+    stub.write_text(
+        "import os, pathlib, sys, time\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {stub}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    async def run():
+        task = asyncio.create_task(ScorePool(timeout_s=60, num_workers=1).score(HANG))
+        async with asyncio.timeout(60):
+            while not (started.exists() and started.read_text()):
+                await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
 def test_a_killed_real_process_is_replaced():
     async def run():
         pool = ScorePool(timeout_s=60, num_workers=1)
