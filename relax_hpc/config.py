@@ -7,6 +7,7 @@ A recipe is read once, where the run is submitted. Everything that a job step ne
 import dataclasses
 import enum
 import json
+import re
 import tomllib
 import types
 import typing
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.ranges import check_numbers
 
 
 class Mode(enum.StrEnum):
@@ -88,11 +90,14 @@ class RunConfig:
     """`RUN@STEP`: start from the weights of another run's checkpoint; empty = `model.path`."""
 
     def __post_init__(self) -> None:
-        ok = bool(self.name) and all(c.isalnum() or c in "_-." for c in self.name)
-        _require(ok, f"run.name={self.name!r}: use letters, digits, '_', '-' and '.' only")
-        _require(self.train_steps > 0, f"run.train_steps={self.train_steps}: must be > 0")
-        at = self.init_from.rpartition("@")
-        ok = not self.init_from or (bool(at[0]) and at[2].isdigit())
+        ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", self.name) is not None
+        _require(
+            ok,
+            f"run.name={self.name!r}: use 1 to 100 letters, digits, '_', '-' and '.', the first "
+            "of them a letter, a digit or '_'",
+        )
+        check_numbers("run", self)
+        ok = not self.init_from or re.fullmatch(r".+@[0-9]{1,9}", self.init_from) is not None
         _require(ok, f"run.init_from={self.init_from!r}: write RUN_FOLDER@STEP, e.g. runs/a-1@20")
 
 
@@ -131,9 +136,7 @@ class DataConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.max_prompt_tokens > 0, "data.max_prompt_tokens: must be > 0")
-        _require(self.num_train_prompts > 0, "data.num_train_prompts: must be > 0")
-        _require(self.num_eval_prompts >= 0, "data.num_eval_prompts: must be >= 0")
+        check_numbers("data", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,7 @@ class RewardConfig:
     """Wall-clock limit of one score; beyond it the sample is invalid, with that reason."""
 
     def __post_init__(self) -> None:
-        _require(self.timeout_s > 0, f"reward.timeout_s={self.timeout_s}: must be > 0")
+        check_numbers("reward", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,19 +178,7 @@ class AlgorithmConfig:
     overlong_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        ok = 0 < self.clip_low < 1 and self.clip_high > 0
-        _require(
-            ok,
-            f"algorithm.clip_low={self.clip_low}, clip_high={self.clip_high}: "
-            "must be in (0, 1) and > 0",
-        )
-        for name in ("kl_coef", "entropy_coef", "tis_clip", "overlong_penalty"):
-            value = getattr(self, name)
-            _require(value >= 0, f"algorithm.{name}={value}: must be >= 0")
-        ok = self.overlong_buffer_tokens >= 0
-        _require(
-            ok, f"algorithm.overlong_buffer_tokens={self.overlong_buffer_tokens}: must be >= 0"
-        )
+        check_numbers("algorithm", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,30 +217,7 @@ class RolloutConfig:
     """More `sglang.launch_server` options: {"attention-backend" = "fa3"}; empty value: a flag."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_engines",
-            "engine_tp",
-            "groups_per_step",
-            "group_size",
-            "max_response_tokens",
-            "eval_samples",
-        ):
-            value = getattr(self, name)
-            _require(value > 0, f"rollout.{name}={value}: must be > 0")
-        for name in ("max_staleness", "max_concurrent_groups", "eval_interval"):
-            value = getattr(self, name)
-            _require(value >= 0, f"rollout.{name}={value}: must be >= 0")
-        ok = self.temperature > 0
-        _require(
-            ok,
-            f"rollout.temperature={self.temperature}: must be > 0 (greedy samples teach nothing)",
-        )
-        ok = self.top_p == 1.0 and self.top_k == -1
-        _require(
-            ok,
-            "rollout.top_p/top_k: training samples need top_p=1.0 and top_k=-1, a truncated "
-            "support biases the probability ratio; truncate in evaluation only (eval_top_p)",
-        )
+        check_numbers("rollout", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,12 +247,9 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "micro_batch_tokens", "chunks_per_step"):
-            value = getattr(self, name)
-            _require(value > 0, f"train.{name}={value}: must be > 0")
-        _require(self.lr > 0, f"train.lr={self.lr}: must be > 0")
-        _require(self.keep_checkpoints > 0, "train.keep_checkpoints: must be > 0")
-        _require(self.save_interval >= 0, "train.save_interval: must be >= 0")
+        check_numbers("train", self)
+        ok = self.min_lr == -1 or 0 <= self.min_lr <= self.lr
+        _require(ok, f"train.min_lr={self.min_lr}: must be -1 (constant) or in 0 .. lr={self.lr}")
         ok = not self.sequence_parallel or self.tp > 1
         _require(ok, "train.sequence_parallel=true: needs train.tp > 1")
 
@@ -307,9 +272,7 @@ class RoleResources:
     cpus_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "nodes", "cpus_per_rank"):
-            value = getattr(self, name)
-            _require(value > 0, f"resources.*.{name}={value}: must be > 0")
+        check_numbers("resources.*", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,9 +304,7 @@ class ResourcesConfig:
     """None: log-probs of the old policy are computed inside the train step."""
 
     def __post_init__(self) -> None:
-        _require(self.nodes > 0, f"resources.nodes={self.nodes}: must be > 0")
-        _require(self.gpus_per_node >= 0, "resources.gpus_per_node: must be >= 0")
-        _require(self.time_min > 0, f"resources.time_min={self.time_min}: must be > 0")
+        check_numbers("resources", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,9 +323,7 @@ class RecoveryConfig:
     """The run ends with an error when no train step completes for this long."""
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_timeout_s", "start_timeout_s", "progress_timeout_s"):
-            value = getattr(self, name)
-            _require(value > 0, f"recovery.{name}={value}: must be > 0")
+        check_numbers("recovery", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

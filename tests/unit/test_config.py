@@ -1,10 +1,13 @@
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
+from relax_hpc import config as config_module
 from relax_hpc.config import Layout, Mode, config_from_json, config_to_json, load_recipe
 from relax_hpc.errors import ConfigError
+from relax_hpc.ranges import RANGES
 
 RECIPE = """
 [run]
@@ -51,7 +54,7 @@ def test_overrides_keep_types(recipe: Path) -> None:
         ("nosuch.key=1", "nosuch: unknown key"),
         ("run=3", "write section.key=value"),
         ("run.name.x=3", "is a value, not a section"),
-        ("run.train_steps=0", "run.train_steps=0: must be > 0"),
+        ("run.train_steps=0", "run.train_steps=0: must be >= 1"),
         ("run.train_steps=many", "Expected `int`"),
         ("run.mode=sideways", "Invalid enum value"),
         ("rollout.group_size=1", "use 2 or more"),
@@ -66,7 +69,23 @@ def test_overrides_keep_types(recipe: Path) -> None:
         ("rollout.temperature=0", "greedy samples teach nothing"),
         ("train.sequence_parallel=true", "needs train.tp > 1"),
         ("run.init_from=runs/a", "write RUN_FOLDER@STEP"),
-        ("run.name='a b'", "use letters, digits"),
+        ("run.name='a b'", "use 1 to 100 letters"),
+        ("run.name=..", "the first of them a letter"),
+        ("run.name=-x", "the first of them a letter"),
+        ("run.seed=-1", "must be in 0 .. "),
+        ("run.train_steps=2000000000", "must be >= 1"),
+        ("train.lr=inf", "must be > 0 and < 1"),
+        ("train.lr=nan", "must be > 0 and < 1"),
+        ("train.min_lr=nan", "must be in -1 .. 1"),
+        ("train.min_lr=1e-3", "must be -1 (constant) or in 0 .. lr"),
+        ("train.adam_beta1=2", "must be in 0 .. 0.999999"),
+        ("train.clip_grad=-1", "must be >= 0"),
+        ("train.lr_warmup_steps=-1", "must be >= 0"),
+        ("rollout.eval_temperature=-1", "must be >= 0"),
+        ("rollout.eval_top_p=7", "must be in 0 .. 1"),
+        ("algorithm.clip_high=inf", "must be > 0"),
+        ("recovery.heartbeat_timeout_s=inf", "must be > 0"),
+        ("recovery.max_role_restarts=-1", "must be >= 0"),
         ("model.dtype=float8", "valid are float32, bfloat16"),
     ],
 )
@@ -74,6 +93,17 @@ def test_impossible_values_say_what_is_valid(recipe: Path, override: str, expect
     with pytest.raises(ConfigError, match=re.escape(expected)) as error:
         load_recipe(recipe, [override])
     assert error.value.exit_code == 2
+
+
+def test_every_number_has_a_range() -> None:
+    """A new number in a section without a line in the table would accept anything."""
+    numbers = {int, float}
+    for section, hint in typing.get_type_hints(config_module.Config).items():
+        hints = typing.get_type_hints(hint)
+        names = {name for name, kind in hints.items() if kind in numbers}
+        assert names == set(RANGES.get(section, {})), section
+    roles = typing.get_type_hints(config_module.RoleResources)
+    assert {n for n, kind in roles.items() if kind in numbers} == set(RANGES["resources.*"])
 
 
 @pytest.mark.parametrize("text", ["", "[run", "\x00", "run = 3", "[run]\nname = 'x'\n"])
