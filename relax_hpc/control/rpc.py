@@ -40,6 +40,10 @@ _POLL_ADDRESS_S = 1.0
 """How often a waiting client looks whether the service moved."""
 
 
+PING = "ping"
+"""Method that every server answers: its loop turns."""
+
+
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Who sent a request; filled by the client from its Identity."""
 
@@ -174,6 +178,7 @@ class RpcServer:
         self._thread: threading.Thread | None = None
         self._published: Address | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.register(PING, Empty, _pong)
 
     def register(self, method: str, request_type: type[Any], handler: Handler) -> None:
         """Serve `method`: `handler(caller, request)` returns a Struct or None (= Empty)."""
@@ -337,14 +342,15 @@ class RpcServer:
             return
         peer, request_id, header, body = frames
         try:
-            reply, status = await self._handle(header, body), b"ok"
+            reply = await self._handle(header, body)
+            # Inside: a reply that cannot be encoded is a failure of the handler, told to the caller.
+            status, encoded = b"ok", msgspec.msgpack.encode(Empty() if reply is None else reply)
         except RelaxError as err:
-            reply, status = _ErrorReply(type(err).__name__, str(err)), b"error"
+            status, encoded = b"error", _encode_error(type(err).__name__, str(err))
         except Exception as err:
             logger.exception("handler failed %s", kv(service=self._service))
             message = f"service {self._service}: internal error {err!r}, see its log"
-            reply, status = _ErrorReply("ControlError", message), b"error"
-        encoded = msgspec.msgpack.encode(Empty() if reply is None else reply)
+            status, encoded = b"error", _encode_error("ControlError", message)
         await socket.send_multipart([peer, request_id, status, encoded])
 
     async def _handle(self, header: bytes, body: bytes) -> msgspec.Struct | None:
@@ -378,6 +384,16 @@ class RpcServer:
             self._newest[key] = seen
             for hook in self._on_newer:
                 hook(caller)
+
+
+async def _pong(_: Caller, __: Empty) -> None:
+    return None
+
+
+def _encode_error(kind: str, message: str) -> bytes:
+    """Encode what a caller must get in any case: names of files may be no valid Unicode."""
+    text = message.encode(errors="backslashreplace").decode()
+    return msgspec.msgpack.encode(_ErrorReply(kind, text))
 
 
 # ---------------------------------------------------------------------------------------------

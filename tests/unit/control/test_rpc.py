@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer, create_keys
+from relax_hpc.control.rpc import PING, Caller, Empty, RpcClient, RpcServer, create_keys
 from relax_hpc.errors import (
     ControlError,
     DeadlineError,
@@ -105,6 +105,36 @@ def test_errors_travel_by_type(folder: RunFolder) -> None:
             why="test",
         )
     assert _double_of(client, 4) == 8
+    server.stop()
+
+
+@pytest.mark.parametrize("method", ["unencodable", "unspeakable"])
+def test_what_cannot_be_encoded_is_an_error_of_the_call(folder: RunFolder, method: str) -> None:
+    """Not silence until the caller's deadline."""
+
+    async def unencodable(caller: Caller, request: Empty) -> Number:
+        return Number(2**70)  # msgpack has 64 bits
+
+    async def unspeakable(caller: Caller, request: Empty) -> None:
+        raise TransferError("no file \udcff")  # what os.fsdecode makes of a byte that is no UTF-8
+
+    server = RpcServer(folder, "echo", _identity(folder, role="dcs"))
+    server.register("unencodable", Empty, unencodable)
+    server.register("unspeakable", Empty, unspeakable)
+    server.start_thread()
+    client = RpcClient(folder, "echo", _identity(folder))
+    expected = {"unencodable": r"echo: internal error", "unspeakable": r"no file \\udcff"}
+    with pytest.raises(RelaxError, match=expected[method]) as caught:
+        client.call(method, Empty(), Empty, timeout_s=10, why="test")
+    assert not isinstance(caught.value, DeadlineError)
+    server.stop()
+
+
+def test_every_server_answers_a_ping(folder: RunFolder) -> None:
+    server = RpcServer(folder, "mute", _identity(folder, role="dcs"))
+    server.start_thread()
+    client = RpcClient(folder, "mute", _identity(folder))
+    client.call(PING, Empty(), Empty, timeout_s=10, why="test")
     server.stop()
 
 
