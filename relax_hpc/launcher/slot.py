@@ -37,7 +37,7 @@ class Slot:
     not_before: float = 0.0
     started: float = 0.0
     complete_at: float = 0.0
-    """When all of its members were last seen registered and alive."""
+    """When all of its members were last known to be alive: the oldest of their last heartbeats."""
     stop_cause: str = ""
     """Why the supervisor ends this start: silence, a missing registration."""
     _kill_at: float = 0.0

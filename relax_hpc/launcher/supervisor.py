@@ -16,6 +16,7 @@ use: it would fail again), no train step for `progress_timeout_s`, a signal.
 
 import dataclasses
 import logging
+import math
 import os
 import select
 import shutil
@@ -229,7 +230,8 @@ class Supervisor:
         if snapshot is None or snapshot.time <= max(self._seen, leader.started):
             return
         is_first = self._seen < leader.started
-        if is_first or snapshot.time - self._seen > self._config.recovery.heartbeat_timeout_s:
+        # Half: heartbeats that waited for control are no silence of the members.
+        if is_first or snapshot.time - self._seen > self._config.recovery.heartbeat_timeout_s / 2:
             self._control_up = now  # members are listed again with their next heartbeat
         self._seen = snapshot.time
         for slot in self._slots:
@@ -258,9 +260,9 @@ class Supervisor:
             if (m.role, m.index) == (slot.plan.role, slot.plan.index)
             and m.incarnation == slot.state.incarnation
         ]
-        alive = [m for m in listed if m.last_seen_s <= recovery.heartbeat_timeout_s]
-        if len(alive) >= slot.plan.num_tasks:
-            slot.complete_at = now
+        seen = {m.rank: snapshot.time - m.last_seen_s for m in listed}
+        if len(seen) >= slot.plan.num_tasks:
+            slot.complete_at = max(slot.complete_at, min(seen.values()))
             self._note_registered(slot)
         lead = next((m for m in listed if m.rank == 0), None)
         if lead is not None and lead.progress != slot.state.progress:
@@ -268,8 +270,8 @@ class Supervisor:
         starting = slot.state.status is StepStatus.STARTING
         limit = recovery.start_timeout_s if starting else recovery.heartbeat_timeout_s
         if now - max(slot.complete_at, self._control_up, self._awake_since) > limit:
-            known = {m.rank for m in alive}
-            missing = [rank for rank in range(slot.plan.num_tasks) if rank not in known]
+            ranks = range(slot.plan.num_tasks)
+            missing = [r for r in ranks if now - seen.get(r, -math.inf) > limit]
             what = "did not register" if starting else "gave no sign of life"
             slot.stop(now, 0.0, f"rank {missing[:8]} {what} within {limit:.0f} s")
             self._dirty = True

@@ -1,0 +1,156 @@
+"""Judgements of the supervisor with a clock to advance: members, steps and states are made up."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.control.registry import MemberInfo
+from relax_hpc.launcher.allocation import local_allocation
+from relax_hpc.launcher.members import Snapshot
+from relax_hpc.launcher.plan import build_plan
+from relax_hpc.launcher.policy import RestartBudget
+from relax_hpc.launcher.site import Site
+from relax_hpc.launcher.slot import Slot
+from relax_hpc.launcher.steps import StepExit, StepHandle, StepLaunch
+from relax_hpc.launcher.supervisor import Supervisor, _Wakeup
+from relax_hpc.recovery.lifecycle import RunState, StepState, StepStatus
+from relax_hpc.runfolder import RunFolder, open_run_folder
+from tests.launcher_samples import SMALL, config_of
+
+CONFIG = config_of(SMALL, recovery__heartbeat_timeout_s=60.0)
+PLAN = build_plan(CONFIG, Site(name="test"))
+
+
+class Handle:
+    """A step that ends when it is told how, or with SIGKILL."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.ended: StepExit | None = None
+
+    def end(self, exit_code: int, cause: str = "") -> None:
+        self.ended = StepExit(exit_code=exit_code, cause=cause, log=self.log)
+
+    def poll(self) -> StepExit | None:
+        return self.ended
+
+    def terminate(self) -> None:
+        self.end(0)
+
+    def kill(self) -> None:
+        self.end(128 + signal.SIGKILL, "rank 0 ended by SIGKILL")
+
+
+class World:
+    """A supervisor and all that it sees, by the clock of the test."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.now = 1000.0
+        self.silent_since: dict[str, float] = {}
+        self.left: set[str] = set()
+        self.handles: dict[str, Handle] = {}
+        self.folder = folder
+        allocation = local_allocation(PLAN)
+        self.state = RunState(name="t", run=str(folder.path), launcher="local", train_steps=6)
+        self.slots = []
+        for step in PLAN.steps:
+            state = StepState(
+                role=step.role, index=step.index, partitions=[], nodes=["local"], tasks=1, gpus=0
+            )
+            self.state.steps.append(state)
+            budget = RestartBudget(3)
+            nodes = allocation.node_names(step)
+            self.slots.append(Slot(plan=step, nodes=nodes, state=state, budget=budget))
+        self.supervisor = Supervisor(
+            folder=folder,
+            config=CONFIG,
+            state=self.state,
+            slots=self.slots,
+            backend=self,
+            members=self,
+            make_launch=self._launch,
+            newest_checkpoint=lambda: -1,
+        )
+        self.supervisor._last_tick = self.supervisor._awake_since = self.now
+        self.supervisor._progress_at = self.now
+
+    def _launch(self, slot: Slot, incarnation: int) -> StepLaunch:
+        return StepLaunch(
+            plan=slot.plan,
+            nodes=slot.nodes,
+            run=self.folder,
+            attempt=1,
+            incarnation=incarnation,
+            address_prefix="127.",
+            extra_environment={},
+            program=("x",),
+        )
+
+    def start(self, launch: StepLaunch) -> StepHandle:
+        self.handles[launch.plan.name] = Handle(launch.log("rank0"))
+        return self.handles[launch.plan.name]
+
+    def close(self) -> None:
+        pass
+
+    def latest(self) -> Snapshot:
+        members = []
+        for slot in self.slots:
+            if slot.name in self.left or slot.handle is None:
+                continue
+            for rank in range(slot.plan.num_tasks):
+                silent = self.silent_since.get(f"{slot.name}-{rank}", self.now)
+                members.append(_member(slot, rank, self.now - silent))
+        return Snapshot(self.now, tuple(members))
+
+    def run_for(self, seconds: float) -> None:
+        with _Wakeup() as wakeup:
+            end = self.now + seconds
+            while self.now < end:
+                self.now += 2.0
+                self.supervisor._tick(self.now, wakeup)
+
+    def slot(self, name: str) -> Slot:
+        return next(slot for slot in self.slots if slot.name == name)
+
+
+def _member(slot: Slot, rank: int, silent_s: float) -> MemberInfo:
+    values: dict[str, Any] = {
+        "role": slot.plan.role,
+        "index": slot.plan.index,
+        "rank": rank,
+        "node": "local",
+        "pid": 1,
+        "attempt": 1,
+        "incarnation": slot.state.incarnation,
+        "address_info": {},
+        "progress": {},
+        "last_seen_s": silent_s,
+        "progress_age_s": silent_s,
+    }
+    return MemberInfo(**values)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    one = World(open_run_folder(tmp_path / "run-1"))
+    one.run_for(20)
+    assert {slot.state.status for slot in one.slots} == {StepStatus.RUNNING}
+    return one
+
+
+def test_a_silent_member_is_found_after_one_heartbeat_timeout(world: World) -> None:
+    world.silent_since["rollout-1-0"] = world.now
+    world.run_for(58)
+    assert world.slot("rollout-1").state.incarnation == 1
+    assert not world.state.history
+    world.run_for(10)
+    assert [h.cause for h in world.state.history] == ["rank [0] gave no sign of life within 60 s"]
+
+
+def test_the_silent_rank_of_several_is_named(world: World) -> None:
+    world.silent_since["train-0-1"] = world.now
+    world.run_for(70)
+    assert world.state.history[0].cause == "rank [1] gave no sign of life within 60 s"
