@@ -89,7 +89,7 @@ def load_prompts(config: DataConfig, split: Split, tokenizer: Tokenizer) -> Prom
 def check_source(config: DataConfig) -> int:
     """Check without a tokenizer that train and eval sources exist, parse and are not empty.
 
-    For `relax-hpc validate`: reads the first rows only.
+    For `relax-hpc validate`: reads all rows of a jsonl file, the first ones of other sources.
 
     Returns:
         Number of training prompts, before long ones are dropped.

@@ -62,8 +62,7 @@ class Source:
         path = _existing(self)
         if path.suffix == ".parquet":
             return int(_parquet(self, path).metadata.num_rows)
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+        return sum(1 for _ in _lines(self, path))
 
     def error(self, message: str) -> ConfigError:
         """Build an error that names the configuration key and its value."""
@@ -71,7 +70,12 @@ class Source:
 
 
 def check_rows(source: Source, num_rows: int = 8) -> int:
-    """Check cheaply that a source exists, is not empty and that its first rows parse.
+    """Check cheaply that a source exists, is not empty and that its rows parse.
+
+    Args:
+        source: what to check.
+        num_rows: rows to look at in a generated or parquet source (whose rows all have the same
+            columns); all rows of a jsonl file are read.
 
     Returns:
         Number of rows. A reasoning_gym task is looked up only where reasoning_gym is installed
@@ -80,8 +84,12 @@ def check_rows(source: Source, num_rows: int = 8) -> int:
     gym = source.spec.startswith(REASONING_GYM)
     if gym and importlib.util.find_spec("reasoning_gym") is None:
         return source.count()
-    count = source.count()
-    if count == 0 or not list(itertools.islice(source.rows(), num_rows)):
+    if source.spec.endswith(".jsonl"):
+        count = first = sum(1 for _ in source.rows())
+    else:
+        count = source.count()
+        first = sum(1 for _ in itertools.islice(source.rows(), num_rows))
+    if count == 0 or first == 0:
         raise source.error("has no rows; an empty data set cannot be trained on")
     return count
 
@@ -90,29 +98,67 @@ def _existing(source: Source) -> Path:
     path = Path(source.spec)
     if path.suffix not in (".jsonl", ".parquet"):
         raise source.error("unknown kind; valid are *.jsonl, *.parquet and reasoning_gym:TASK")
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as err:
+        raise _unreadable(source, err) from err
+    if not is_file:
         raise source.error(f"no such file (looked in {Path.cwd()})")
     return path
+
+
+def _unreadable(source: Source, err: OSError) -> ConfigError:
+    return source.error(f"cannot be read: {err.strerror or err}")
 
 
 def _file_rows(source: Source) -> typing.Iterator[tuple[str, Any]]:
     path = _existing(source)
     if path.suffix == ".parquet":
-        batches = _parquet(source, path).iter_batches(batch_size=1024)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"row {index}", row) for index, row in enumerate(rows, 1))
+        yield from _parquet_rows(source, path)
         return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"line {number}", _parse_json(source, number, line)
+    for number, line in _lines(source, path):
+        yield f"line {number}", _parse_json(source, number, line)
+
+
+def _lines(source: Source, path: Path) -> typing.Iterator[tuple[int, str]]:
+    """Yield number and text of the lines that are not blank; a byte order mark is left out."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                line = _decode(source, number, raw)
+                if line.strip():
+                    yield number, line
+    except OSError as err:
+        raise _unreadable(source, err) from err
+
+
+def _decode(source: Source, number: int, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as err:
+        raise source.error(f"line {number}: not UTF-8 text ({err.reason})") from err
 
 
 def _parse_json(source: Source, number: int, line: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as err:
+    except (ValueError, RecursionError) as err:  # also a number of too many digits, deep nesting
         raise source.error(f"line {number}: not JSON ({err})") from err
+
+
+def _parquet_rows(source: Source, path: Path) -> typing.Iterator[tuple[str, Any]]:
+    number = 0
+    batches = _parquet(source, path).iter_batches(batch_size=1024)
+    while True:
+        try:
+            rows = next(batches, None)
+        except (OSError, ValueError) as err:  # pyarrow.ArrowInvalid is a ValueError
+            raise source.error(f"cannot be read after row {number} ({err})") from err
+        if rows is None:
+            return
+        for row in rows.to_pylist():
+            number += 1
+            yield f"row {number}", row
 
 
 def _parquet(source: Source, path: Path) -> Any:

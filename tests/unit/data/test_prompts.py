@@ -1,6 +1,7 @@
 """Prompts from every kind of source; bad input ends in one sentence with the remedy."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -112,6 +113,66 @@ def test_bad_rows_name_the_line_and_the_remedy(content, message, tmp_path, token
         check_source(config)
     with pytest.raises(ConfigError, match=r"^data\.train="):
         load_prompts(config, "train", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x93\x00\xff garbage\n", "line 1: not UTF-8 text"),
+        (b'{"prompt": "1", "label": "2"}\n\xff\n', "line 2: not UTF-8 text"),
+        ('{"prompt": "1", "label": "2"}\n'.encode("utf-16"), "line 1: not UTF-8 text"),
+        (b"[" * 100_000 + b"\n", "line 1: not JSON"),
+        (b'{"prompt": "1", "label": ' + b"9" * 5000 + b"}\n", "line 1: not JSON"),
+        (b'{"prompt": "1", "label": "2"}\n' * 50 + b'{"prompt": "1", "labl": "2"}\n',
+         "line 51: no key 'label'; the row has labl, prompt"),
+    ],
+)  # fmt: skip
+def test_garbage_and_a_bad_late_row_are_one_sentence(content, message, tmp_path, tokenizer):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        check_source(DataConfig(train=str(path)))
+    with pytest.raises(ConfigError, match=message):
+        load_prompts(DataConfig(train=str(path)), "train", tokenizer)
+
+
+def test_a_byte_order_mark_is_no_content(jsonl, tmp_path, tokenizer):
+    marked = tmp_path / "bom.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + pathlib.Path(jsonl).read_bytes())
+    config = DataConfig(train=str(marked))
+    assert check_source(config) == 3
+    assert load_prompts(config, "train", tokenizer)[0].text == "1+1="
+    marked.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(ConfigError, match="has no rows"):
+        check_source(config)
+
+
+def test_a_file_that_cannot_be_read(jsonl, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")  # root may read everything
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        check_source(DataConfig(train=jsonl))
+
+
+def test_a_name_that_is_too_long():
+    with pytest.raises(ConfigError, match=r"File name too long|no such file"):
+        check_source(DataConfig(train="x" * 5000 + ".jsonl"))
+
+
+def test_a_parquet_file_that_is_damaged_inside(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": f"{n}+1=", "label": "2"} for n in range(2000)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    data = bytearray(path.read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"cannot be read|must be text"):
+        check_source(DataConfig(train=str(path)))
 
 
 @pytest.mark.parametrize(
