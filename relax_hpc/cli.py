@@ -16,6 +16,9 @@ from typing import Any
 from relax_hpc import __version__
 from relax_hpc.errors import ConfigError, RelaxError
 
+_INTERRUPTED = 130
+"""Exit code of shells after SIGINT."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -31,6 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `relax-hpc logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as err:
+        sys.stderr.write(f"relax-hpc {args.name}: {err}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"relax-hpc {args.name}: interrupted\n")
+        return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

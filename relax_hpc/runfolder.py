@@ -11,14 +11,16 @@ RUN/metrics/               ROLE.jsonl, TensorBoard events
 RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,26 +89,53 @@ class RunFolder:
 
 
 def create_run_folder(parent: Path, name: str) -> RunFolder:
-    """Make a new run folder `NAME-K` with the smallest free K, and its sub-folders."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 100_000):
-        path = parent / f"{name}-{number}"
-        try:
-            path.mkdir(mode=0o755)
-        except FileExistsError:
-            continue
-        return open_run_folder(path)
+    """Make a new run folder `NAME-K` with the smallest free K, and its sub-folders.
+
+    Raises:
+        ConfigError: no folder can be made there.
+    """
+    with refuse_unwritable(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 100_000):
+            path = parent / f"{name}-{number}"
+            try:
+                path.mkdir(mode=0o755)
+            except FileExistsError:
+                continue
+            return open_run_folder(path)
     raise RelaxError(f"no free run folder name {name}-1 .. {name}-99999 in {parent}")
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """Make the run folder `path` and its sub-folders; those that exist are kept."""
-    path.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(path.resolve())
-    for sub in (folder.control, folder.journal, folder.metrics, folder.checkpoints):
-        sub.mkdir(exist_ok=True)
-    folder.secret.mkdir(mode=0o700, exist_ok=True)
+    """Make the run folder `path` and its sub-folders; those that exist are kept.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    with refuse_unwritable(path):
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path.resolve())
+        for sub in (folder.control, folder.journal, folder.metrics, folder.checkpoints):
+            sub.mkdir(exist_ok=True)
+        folder.secret.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def refuse_unwritable(folder: Path) -> Iterator[None]:
+    """Turn what the system refuses while run files are made into one sentence.
+
+    Raises:
+        ConfigError: names the folder, the file and the reason.
+    """
+    try:
+        yield
+    except OSError as err:
+        raise ConfigError(
+            f"run.folder={str(folder)!r}: {err.filename or folder} cannot be written "
+            f"({err.strerror or err}); set run.folder to a folder on a shared file system "
+            "that you may write to"
+        ) from err
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:

@@ -36,7 +36,7 @@ from relax_hpc.launcher.session import (
 )
 from relax_hpc.launcher.site import load_site
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, read_state
-from relax_hpc.runfolder import RunFolder, create_run_folder, write_atomic
+from relax_hpc.runfolder import RunFolder, create_run_folder, refuse_unwritable, write_atomic
 
 _LOCAL_PREFIX = "local-"
 """Job ids of launcher = local: `local-RUNFOLDERNAME`."""
@@ -232,12 +232,12 @@ class RelaxExecutor(core.Executor):
         prepared = prepare(resolved, self._extra)
         preflight.check_inputs(resolved)
         preflight.check_slurm(resolved, prepared.plan)
-        self.folder.mkdir(parents=True, exist_ok=True)
         if resolved.resources.launcher is LauncherKind.LOCAL:
             return self._start_local(resolved)
-        prepared.config_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(prepared.config_file, config_to_json(resolved))
-        write_atomic(prepared.script_file, prepared.script)
+        with refuse_unwritable(self.folder):
+            prepared.config_file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(prepared.config_file, config_to_json(resolved))
+            write_atomic(prepared.script_file, prepared.script)
         job_id = self._sbatch(prepared.script_file)
         run_path = self.folder / f"{resolved.run.name}-{job_id}"
         return RelaxJob.of_run(self.folder, job_id, run_path)
@@ -265,7 +265,8 @@ class RelaxExecutor(core.Executor):
         plan = build_plan(config, site)
         preflight.check_slurm(config, plan)
         script = folder.path / "resume.sh"
-        write_atomic(script, render_script(config, plan, site, arguments, config.run.name))
+        with refuse_unwritable(folder.path):
+            write_atomic(script, render_script(config, plan, site, arguments, config.run.name))
         return RelaxJob.of_run(self.folder, self._sbatch(script), folder.path, first_attempt)
 
     def _sbatch(self, script: Path) -> str:
@@ -283,7 +284,7 @@ class RelaxExecutor(core.Executor):
         """Start a supervisor on this machine; it lives on when this process ends."""
         job_id = f"{_LOCAL_PREFIX}{folder.run_id}"
         log_file = utils.JobPaths(self.folder, job_id=job_id).stdout
-        with log_file.open("ab") as log:
+        with refuse_unwritable(self.folder), log_file.open("ab") as log:
             child = subprocess.Popen(
                 [sys.executable, "-m", "relax_hpc.cli", "supervise", *arguments],
                 stdin=subprocess.DEVNULL,

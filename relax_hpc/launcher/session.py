@@ -48,7 +48,13 @@ from relax_hpc.launcher.supervisor import Supervisor
 from relax_hpc.log import kv
 from relax_hpc.recovery import checkpoint
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
-from relax_hpc.runfolder import RunFolder, create_run_folder, open_run_folder, write_atomic
+from relax_hpc.runfolder import (
+    RunFolder,
+    create_run_folder,
+    open_run_folder,
+    refuse_unwritable,
+    write_atomic,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -111,6 +117,8 @@ def _read_json(path: Path, otherwise: str) -> Config:
         text = path.read_text(encoding="utf-8")
     except OSError as err:
         raise ConfigError(f"{path.parent} {otherwise}: {path.name}: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise ConfigError(f"{path}: not UTF-8 text ({err.reason})") from err
     return config_from_json(text, str(path))
 
 
@@ -138,11 +146,12 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
     if old is not None:
         check_not_running(old, allocation.job_id)
     folder = adopted if adopted is not None else _create_folder(config, allocation)
-    write_atomic(folder.config, config_to_json(config))
-    write_atomic(folder.plan, plan.to_json())
-    create_keys(folder)
-    state = _next_state(folder, config, plan, allocation, old)
-    write_state(folder, state)
+    with refuse_unwritable(folder.path):
+        write_atomic(folder.config, config_to_json(config))
+        write_atomic(folder.plan, plan.to_json())
+        create_keys(folder)
+        state = _next_state(folder, config, plan, allocation, old)
+        write_state(folder, state)
     return Session(
         folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
     )

@@ -203,6 +203,8 @@ def test_two_clusters_stand_side_by_side(slurm_cluster, cluster: Maker) -> None:
         (("--set", "Nonsense=1"), "Nonsense"),
         (("--set", "novalue"), "write KEY=VALUE"),
         (("--state", "/tmp/a b"), "takes no blanks"),
+        (("--state", "/proc/nope"), "--state /proc/nope: "),
+        (("--state", "/dev/null/x"), "--state /dev/null/x: "),
     ],
 )
 def test_bad_options_are_one_sentence(

@@ -35,6 +35,8 @@ def assert_refused(folder: Path, arguments: list[str], says: str, **environment:
         (["submit", "recipe.toml", "--set", "data.train=gone.jsonl"], "gone.jsonl"),
         (["submit", "recipe.toml", "--set", "resources.site=moon"], "known: "),
         (["submit", "recipe.toml", "--set", "run.init_from=runs/x@3"], "no exported weights"),
+        (["submit", "recipe.toml", "--set", "run.init_from=a@\u00b2"], "write RUN_FOLDER@STEP"),
+        (["submit", "recipe.toml", "--set", "data.train=garbage.jsonl"], "not UTF-8 text"),
         (["submit"], "give a recipe or --resume RUN"),
         (["submit", "recipe.toml", "--steps", "3"], "--steps belongs to --resume"),
         (["submit", "--resume", "runs/none-1"], "there are no runs in runs/"),
@@ -46,7 +48,21 @@ def assert_refused(folder: Path, arguments: list[str], says: str, **environment:
 )
 def test_bad_input(recipe: Path, arguments: list[str], says: str) -> None:
     (recipe.parent / "empty.jsonl").write_text("")
+    (recipe.parent / "garbage.jsonl").write_bytes(b"\xff\xfe\x00")
     assert_refused(recipe.parent, arguments, says, PATH="/usr/bin:/bin", SLURM_JOB_ID="")
+
+
+@pytest.mark.parametrize("parent", ["/proc/1/x", "/dev/null", "/dev/null/x", "recipe.toml", "/sys"])
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path, parent: str) -> None:
+    write_recipe(tmp_path, SMALL)
+    arguments = ["submit", "recipe.toml", "--set", f"run.folder={parent}"]
+    assert_refused(tmp_path, arguments, "set run.folder to a folder")
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path: Path) -> None:
+    done = relax("status", "x" * 5000, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "File name too long" in done.stderr
 
 
 def test_no_slurm_at_all(recipe: Path, tmp_path: Path) -> None:
