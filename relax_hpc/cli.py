@@ -264,15 +264,21 @@ def _report_job(job: Any, args: argparse.Namespace) -> int:
         else:
             _print(f"submitted {job.job_id}\nrun {told['run']}\nlog {told['log']}")
         return 0
-    from submitit.core.utils import UncompletedJobError
+    from submitit.core.utils import UncompletedJobError  # FailedJobError is one too
 
     if not args.json:
         _print(f"submitted {job.job_id}\nrun {told['run']}\nlog {told['log']}")
     try:
         result = job.result()
-    except UncompletedJobError as err:
-        sys.stderr.write(f"relax-hpc submit: {err}\n")
-        return 1
+    except UncompletedJobError:
+        code, sentence = job.failure()
+        sys.stderr.write(f"relax-hpc submit: {sentence}\n")
+        return int(code)
+    except KeyboardInterrupt:
+        run = told["run"]
+        goes_on = f"the run goes on: relax-hpc status {run}, relax-hpc cancel {run}"
+        sys.stderr.write(f"relax-hpc submit: interrupted; {goes_on}\n")
+        return _INTERRUPTED
     _print_json({**result, **told})
     return 0
 

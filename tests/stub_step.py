@@ -73,7 +73,10 @@ def meet_fault(me: Identity, step: int) -> None:
     else:
         path.unlink()
     print("stub meets", words, flush=True)
-    if words[0] == "exit":
+    if words[0] == "tell":  # tell N SENTENCE ...
+        log = me.run.logs(me.attempt, me.role) / f"{me.index}-i{me.incarnation}-rank{me.rank}.cause"
+        log.write_text(" ".join(words[2:]))
+    if words[0] in ("exit", "tell"):
         sys.stdout.flush()
         os._exit(int(words[1]))
     if words[0] == "mute":

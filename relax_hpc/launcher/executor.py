@@ -175,6 +175,23 @@ class RelaxJob(core.Job[dict[str, Any]]):
             return None
         return state if self._is_local or state.job_id == self.job_id else None
 
+    def failure(self) -> tuple[int, str]:
+        """Return exit code and sentence of a run that is over and has no result."""
+        state = self._own_state()
+        if state is not None and state.status.is_final:
+            code = state.exit_code if state.exit_code != 0 else 1
+            return code, f"{state.name} {state.status}: {state.cause}"
+        log = self.paths.stdout
+        if state is not None:
+            text = f"{state.name} was lost while {state.status}: its supervisor is gone"
+            return 1, f"{text}, see {log}; relax-hpc submit --resume {state.run}"
+        refusal = _refusal(log, 0)
+        code = self._child.returncode if self._child is not None else None
+        if code is None and not self._is_local:
+            code = slurm.job_state(self.job_id).exit_code
+        said = refusal or f"job {self.job_id} is {self.state} and its supervisor never started"
+        return code if code is not None and code > 0 else 1, f"{said}; see {log}"
+
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """Return ("success", summary) or ("error", cause); submitit raises FailedJobError then."""
         deadline = time.monotonic() + self._results_timeout_s
@@ -192,6 +209,22 @@ class RelaxJob(core.Job[dict[str, Any]]):
         if state.status is RunStatus.DONE:
             return "success", state.result
         return "error", f"{state.name} {state.status}: {state.cause}"
+
+
+_REFUSAL = "relax-hpc supervise: "
+"""How `relax_hpc.cli.main` begins the line that says why a supervisor did not start."""
+
+
+def _refusal(log: Path, offset: int) -> str:
+    """Return why a supervisor did not start, from its log after `offset` bytes; "" if unsaid."""
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            lines = file.read(1 << 20).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.removeprefix(_REFUSAL) for line in lines if line.startswith(_REFUSAL)]
+    return said[-1] if said else ""
 
 
 class RelaxExecutor(core.Executor):

@@ -61,7 +61,7 @@ class _LocalHandle:
         shell_code = code if code >= 0 else 128 - code
         return StepExit(
             exit_code=shell_code,
-            cause=f"rank {rank} {describe_end(shell_code)}",
+            cause=f"rank {rank} {describe_end(shell_code)}{self._launch.told_cause(rank)}",
             log=self._launch.log(f"rank{rank}"),
         )
 

@@ -301,6 +301,7 @@ def finish(session: Session, supervisor: Supervisor) -> int:
     state.status, state.cause = status, cause
     if status is RunStatus.DONE:
         state.result = summarise(session.folder, state)
+    state.exit_code = code
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
         code = _requeue(session)

@@ -224,14 +224,16 @@ def read_exit(launch: StepLaunch, srun_code: int) -> StepExit:
     end = _first_task_end("\n".join(tail(srun_log, lines=1000, limit_bytes=1 << 20)))
     if end is not None:
         # srun counts ranks from 0 in each component of a het step, so there only the node is said
-        who = f"rank {end.rank}" if len(launch.plan.parts) == 1 else "the task"
+        is_rank = len(launch.plan.parts) == 1
+        who = f"rank {end.rank}" if is_rank else "the task"
+        told = launch.told_cause(int(end.rank) if is_rank else None)
         return StepExit(
             exit_code=end.exit_code,
-            cause=f"{who} on {end.node} {describe_end(end.exit_code)}",
+            cause=f"{who} on {end.node} {describe_end(end.exit_code)}{told}",
             log=_task_log(launch, end.node, end.rank),
         )
     errors = [line for line in tail(srun_log) if line.startswith(("srun: error:", "slurmstepd"))]
-    said = f": {errors[-1]}" if errors else ""
+    said = launch.told_cause(None) or (f": {errors[-1]}" if errors else "")
     return StepExit(
         exit_code=srun_code, cause=f"srun {describe_end(srun_code)}{said}", log=srun_log
     )

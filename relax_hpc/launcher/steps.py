@@ -1,6 +1,7 @@
 """Job steps as the supervisor sees them: what to launch, a handle to it, how it ended."""
 
 import dataclasses
+import math
 import signal
 import typing
 from pathlib import Path
@@ -52,6 +53,19 @@ class StepLaunch:
         folder = self.run.logs(self.attempt, self.plan.role)
         return folder / f"{self.plan.index}-i{self.incarnation}-{place}.log"
 
+    def told_cause(self, rank: int | None) -> str:
+        """Return `: SENTENCE` as a task told why it ended, from its `.cause` file; "" if none did.
+
+        Args:
+            rank: the task that failed first: no other one is quoted (the others are victims and
+                tell of the first one's death). None: unknown, then whoever told first.
+        """
+        if rank is not None:
+            return _read_sentence(self.log(f"rank{rank}").with_suffix(".cause"))
+        stem = self.log("rank").with_suffix("")
+        found = sorted(stem.parent.glob(f"{stem.name}*.cause"), key=_changed)
+        return next(filter(None, map(_read_sentence, found)), "")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepExit:
@@ -60,7 +74,8 @@ class StepExit:
     exit_code: int
     """Of the task that failed first; 128 + n for signal n, as in a shell."""
     cause: str
-    """One phrase: `rank 3 on n07 ended by SIGKILL`; empty for a clean end."""
+    """One phrase: `rank 3 on n07 ended by SIGKILL`, with the task's own sentence if it told one;
+    empty for a clean end."""
     log: Path
     """The log that most likely says why."""
 
@@ -92,6 +107,27 @@ def describe_end(exit_code: int) -> str:
     except ValueError:
         name = ""
     return f"ended by {name}" if name else f"ended with exit code {exit_code}"
+
+
+_MAX_SENTENCE = 600
+"""Characters of a quoted cause: it becomes part of one line."""
+
+
+def _read_sentence(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(4 * _MAX_SENTENCE).decode(errors="replace")
+    except OSError:
+        return ""
+    words = " ".join(text.split())
+    return f": {words[:_MAX_SENTENCE]}" if words else ""
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def tail(path: Path, lines: int = 15, limit_bytes: int = 16384) -> list[str]:

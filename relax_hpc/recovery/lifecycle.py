@@ -90,6 +90,8 @@ class RunState(msgspec.Struct, kw_only=True):
     attempt: int = 1
     cause: str = ""
     """Why the run failed or stopped: one sentence."""
+    exit_code: int = 0
+    """Of the supervisor, once the status is final."""
     submit_folder: str = ""
     host: str = ""
     pid: int = 0

@@ -189,6 +189,48 @@ def test_wrong_configuration_ends_at_once_with_2(run: Run) -> None:
     assert_nothing_is_left(run)
 
 
+def test_waiting_says_the_cause_and_ends_with_the_runs_code(tmp_path: Path) -> None:
+    write_recipe(tmp_path, SMALL)
+    sentence = "reward.kind='foo': unknown"
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(STUB.parents[1])!r})\n"
+        "from relax_hpc.control.identity import Identity\nfrom tests import stub_step\n"
+        "me = Identity.from_env()\n"
+        "if me.role == 'train' and me.rank == 1:\n"
+        "    (me.run.path / 'faults').mkdir(exist_ok=True)\n"
+        f"    (me.run.path / 'faults' / 'train-0-1').write_text({'tell 2 ' + sentence!r})\n"
+        "sys.exit(stub_step.main())\n"
+    )
+    done = relax("submit", "recipe.toml", "--wait", "--step-program", str(program), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"relax-hpc submit: stub failed: train-0: rank 1 ended with exit code 2: {sentence} "
+        "(wrong configuration or input), see logs/attempt_1/train/0-i1-rank1.log\n"
+    )
+
+
+def test_an_interrupted_wait_leaves_the_run(tmp_path: Path) -> None:
+    write_recipe(tmp_path, SMALL)
+    command = [sys.executable, "-m", "relax_hpc.cli", "submit", "recipe.toml", "--wait"]
+    waiting = subprocess.Popen(
+        [*command, "--step-program", str(STUB)],
+        cwd=tmp_path,
+        env=environment_of(STUB_STEP_S="1.5"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    folder = RunFolder(tmp_path / "runs" / "stub-1")
+    wait_for(lambda: (folder.path / "seen").is_dir(), "a step has started")
+    waiting.send_signal(signal.SIGINT)
+    _, text = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130
+    assert text.startswith("relax-hpc submit: interrupted; the run goes on: relax-hpc status ")
+    assert len(text.splitlines()) == 1
+    assert relax("cancel", str(folder.path), cwd=tmp_path).returncode == 0
+
+
 def test_a_budget_that_is_used_up_names_the_cause(tmp_path: Path) -> None:
     run = Run(tmp_path, recovery={"max_role_restarts": 1, "max_train_restarts": 1})
     code, _ = run.start(faults={"rollout-0-0": "forever exit 5"}, hold=True).end()

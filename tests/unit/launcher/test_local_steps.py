@@ -83,6 +83,20 @@ def test_a_failed_rank_ends_the_others_and_is_the_one_named(run: RunFolder) -> N
     assert is_gone(int(notes(run, 0)[0]))
 
 
+def test_a_rank_that_told_its_cause_is_quoted(run: RunFolder) -> None:
+    """The first that failed, not a victim that told more; blanks and line ends become blanks."""
+    code = (
+        "log = os.environ['RELAX_RUN'] + '/logs/attempt_1/train/0-i1-rank'\n"
+        "if me == 0:\n"
+        "    open(log + '0.cause', 'w').write('the store is gone'); note(1); time.sleep(99)\n"
+        "while not os.path.exists(os.environ['RELAX_RUN'] + '/note-0'): time.sleep(0.05)\n"
+        "open(log + '1.cause', 'w').write('reward.kind=foo:\\n unknown\\n'); sys.exit(2)"
+    )
+    ended = end_of(start(run, code))
+    assert ended.exit_code == 2
+    assert ended.cause == "rank 1 ended with exit code 2: reward.kind=foo: unknown"
+
+
 def test_a_clean_end_of_one_rank_leaves_the_others(run: RunFolder) -> None:
     handle = start(run, "if me == 1: sys.exit(0)\ntime.sleep(0.5); note('done')")
     assert end_of(handle).exit_code == 0

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,28 @@ def test_the_first_task_that_failed_is_named(
     if not text:
         ended = read_exit(one, 1)
     assert (ended.exit_code, ended.cause, ended.log.name) == (code, cause, log)
+
+
+def test_the_cause_that_a_task_told_is_quoted(tmp_path: Path) -> None:
+    one = launch(tmp_path, "train-0")
+    one.log("srun").write_text("srun: error: n01: tasks 1-2: Exited with exit code 2\n")
+    one.log("rank0").with_suffix(".cause").write_text("lost rank 1")
+    assert read_exit(one, 143).cause == "rank 1 on n01 ended with exit code 2"
+    one.log("rank1").with_suffix(".cause").write_bytes(b"no tokenizer in \xff/m " + b"x" * 9999)
+    cause = read_exit(one, 143).cause
+    assert cause.startswith("rank 1 on n01 ended with exit code 2: no tokenizer in \ufffd/m xxx")
+    assert len(cause) < 700
+
+
+def test_a_het_step_quotes_who_told_first(tmp_path: Path) -> None:
+    """srun does not say the rank there."""
+    one = launch(tmp_path, "dcs-0")
+    one.log("srun").write_text("srun: error: n02: task 0: Exited with exit code 1\n")
+    for rank, age_s in ((1, 5), (2, 9)):
+        path = one.log(f"rank{rank}").with_suffix(".cause")
+        path.write_text(f"cause {rank}")
+        os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    assert read_exit(one, 1).cause == "the task on n02 ended with exit code 1: cause 2"
 
 
 def test_a_good_end_needs_no_messages(tmp_path: Path) -> None:
