@@ -31,11 +31,11 @@ from relax_hpc.launcher.render import render_script
 from relax_hpc.launcher.session import (
     Request,
     check_not_running,
-    is_supervisor_alive,
     read_config,
 )
 from relax_hpc.launcher.site import load_site
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, read_state
+from relax_hpc.recovery.liveness import is_supervisor_alive
 from relax_hpc.runfolder import RunFolder, create_run_folder, refuse_unwritable, write_atomic
 
 _LOCAL_PREFIX = "local-"
@@ -179,14 +179,13 @@ class RelaxJob(core.Job[dict[str, Any]]):
         """Return exit code and sentence of a run that is over and has no result."""
         state = self._own_state()
         if state is not None and state.status.is_final:
-            code = state.exit_code if state.exit_code != 0 else 1
-            return code, f"{state.name} {state.status}: {state.cause}"
+            return max(1, state.exit_code), f"{state.name} {state.status}: {state.cause}"
         log = self.paths.stdout
         if state is not None:
             text = f"{state.name} was lost while {state.status}: its supervisor is gone"
             return 1, f"{text}, see {log}; relax-hpc submit --resume {state.run}"
         refusal = _refusal(log, 0)
-        code = self._child.returncode if self._child is not None else None
+        code: int | None = self._child.returncode if self._child is not None else None
         if code is None and not self._is_local:
             code = slurm.job_state(self.job_id).exit_code
         said = refusal or f"job {self.job_id} is {self.state} and its supervisor never started"

@@ -48,6 +48,7 @@ from relax_hpc.launcher.supervisor import Supervisor
 from relax_hpc.log import kv
 from relax_hpc.recovery import checkpoint
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
+from relax_hpc.recovery.liveness import Liveness, find_liveness, is_supervisor_alive
 from relax_hpc.runfolder import (
     RunFolder,
     create_run_folder,
@@ -198,20 +199,6 @@ def check_not_running(old: RunState, own_job: str) -> None:
         raise ConfigError(
             f"{old.run} is still {old.status} ({who}): end it first, relax-hpc cancel"
         )
-
-
-def is_supervisor_alive(state: RunState) -> bool:
-    """Say whether a local run's supervisor lives: this host's process of that pid and start."""
-    if state.host != socket.gethostname() or state.pid == os.getpid():
-        return False
-    try:
-        process = psutil.Process(state.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        started: float = process.create_time()
-    except psutil.Error:
-        return False
-    return abs(started - state.pid_started) < 1.0
 
 
 def _next_state(
@@ -399,25 +386,54 @@ def _launch(session: Session, request: Request, slot: Slot, incarnation: int) ->
 def cancel_run(folder: RunFolder, timeout_s: float) -> str:
     """End a run from outside, in order; returns whom that was asked of.
 
-    Slurm: scancel of the job (it need not have started). Local: SIGTERM to the supervisor, and wait
-    until it has ended.
+    Slurm: scancel of the job (it need not have started, or may wait for its next start). Local:
+    SIGTERM to the supervisor. Then wait for its last word; where none comes because no supervisor
+    is there any more, the status becomes `cancelled` here.
 
     Raises:
-        ConfigError: the run is over already.
+        ConfigError: the run is over already, or its supervisor is on another host.
         RelaxError: the supervisor did not end in time.
     """
     state = read_state(folder)
     if state is None or state.status.is_final:
         seen = "has not started" if state is None else f"is {state.status.value} already"
         raise ConfigError(f"{folder.path} {seen}: nothing to cancel (a waiting job: scancel JOBID)")
+    state, before = find_liveness(folder, state)
     if state.job_id:
+        who = f"Slurm job {state.job_id}"
         slurm.cancel(state.job_id)
-        return f"Slurm job {state.job_id}"
-    if is_supervisor_alive(state):
-        os.kill(state.pid, signal.SIGTERM)
+    else:
+        who = f"process {state.pid}"
+        if before is Liveness.UNKNOWN:
+            raise ConfigError(f"{folder.path} is run by {who} on {state.host}: cancel it there")
+        if before is Liveness.ALIVE:
+            os.kill(state.pid, signal.SIGTERM)
+    _await_end(folder, who, timeout_s)
+    was_lost = before is Liveness.LOST
+    _mark_cancelled(folder, "its supervisor was lost before" if was_lost else "it was waiting")
+    return f"{who} (it was lost)" if was_lost else who
+
+
+def _await_end(folder: RunFolder, who: str, timeout_s: float) -> None:
+    """Wait until nobody supervises the run: no process of ours, or said by state.json or Slurm."""
     deadline = time.monotonic() + timeout_s
-    while is_supervisor_alive(state):
+    while True:
+        state = read_state(folder)
+        if state is None or (state.job_id and state.status.is_final):
+            return
+        is_gone = not is_supervisor_alive(state)
+        if state.job_id:
+            is_gone = find_liveness(folder, state)[1] is Liveness.LOST
+        if is_gone:
+            return
         if time.monotonic() > deadline:
-            raise RelaxError(f"supervisor {state.pid} did not end in {timeout_s:g} s")
-        time.sleep(0.2)  # no child of ours: nothing to wait on
-    return f"process {state.pid}"
+            raise RelaxError(f"{who} was told to end and did not in {timeout_s:g} s")
+        time.sleep(1.0 if state.job_id else 0.2)  # no child of ours: nothing to wait on
+
+
+def _mark_cancelled(folder: RunFolder, why: str) -> None:
+    state = read_state(folder)
+    if state is not None and not state.status.is_final:
+        state.status, state.exit_code = RunStatus.CANCELLED, 1
+        state.cause = f"relax-hpc cancel ended it ({why})"
+        write_state(folder, state)

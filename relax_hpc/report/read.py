@@ -8,7 +8,8 @@ import msgspec
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.metrics.metric import read_metrics, series
-from relax_hpc.recovery.lifecycle import RunState, read_state
+from relax_hpc.recovery.lifecycle import RunState, RunStatus, read_state
+from relax_hpc.recovery.liveness import Liveness, find_liveness
 from relax_hpc.runfolder import RunFolder
 
 Series = list[tuple[int, float]]
@@ -27,11 +28,23 @@ class RunReport:
     """Name -> (train step, value), only those that exist."""
     last: dict[str, float]
     """Last value of each metric."""
+    liveness: Liveness = Liveness.OVER
+    """Of the supervisor: state.json alone says `running` for ever after a kill -9."""
+
+    @property
+    def status(self) -> str:
+        """Status as it is now: `lost` when nobody supervises an unfinished run any more."""
+        if self.liveness is Liveness.LOST:
+            return "lost"
+        if self.liveness is Liveness.WAITING:
+            return RunStatus.REQUEUED.value  # also by Slurm itself, which the state cannot know
+        return self.state.status.value
 
     def to_dict(self) -> dict[str, Any]:
         """Render for `status --json`."""
         state: dict[str, Any] = msgspec.to_builtins(self.state)
-        return {**state, "curves": self.curves, "last_metrics": self.last}
+        told = {**state, "status": self.status, "liveness": self.liveness.value}
+        return {**told, "curves": self.curves, "last_metrics": self.last}
 
 
 def find_run(text: str, parent: Path = Path("runs")) -> RunFolder:
@@ -65,6 +78,7 @@ def read_run(folder: RunFolder) -> RunReport:
     state = read_state(folder)
     if state is None:
         raise ConfigError(f"{folder.path}: no state.json yet, the supervisor has not started")
+    state, liveness = find_liveness(folder, state)
     records = read_metrics(folder)
     names = sorted({name for record in records for name in record.metrics})
     every = {name: series(records, name) for name in names}
@@ -73,6 +87,7 @@ def read_run(folder: RunFolder) -> RunReport:
         state=state,
         curves={name: every[name] for name in CURVES if name in every},
         last={name: points[-1][1] for name, points in every.items() if points},
+        liveness=liveness,
     )
 
 

@@ -285,6 +285,16 @@ def test_a_killed_supervisor_leaves_nothing_and_can_be_resumed(run: Run) -> None
     run.process.kill()
     run.process.communicate()
     wait_for(lambda: not any(_is_stub(pid) for pid in pids), "the steps die with it", 10)
+    path = str(run.folder.path)
+    assert run.state().status in ("starting", "running")
+    text = relax("status", path, cwd=Path.cwd()).stdout
+    assert f"lost (resume: relax-hpc submit --resume {path})" in text
+    assert json.loads(relax("status", path, "--json", cwd=Path.cwd()).stdout)["status"] == "lost"
+    done = relax("cancel", path, cwd=Path.cwd())
+    assert (done.returncode, "(it was lost)" in done.stdout) == (0, True)
+    assert run.state().status == "cancelled"
+    done = relax("cancel", path, cwd=Path.cwd())
+    assert (done.returncode, "is cancelled already" in done.stderr) == (2, True)
     run.release()
     code, text = run.go(environment_of(STUB_STEP_S="0.1")).end()
     assert code == 0, text

@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import ConfigError
+from relax_hpc import slurm
+from relax_hpc.errors import ConfigError, SlurmError
 from relax_hpc.metrics.writers import MetricWriter
-from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, write_state
+from relax_hpc.recovery.lifecycle import (
+    RunState,
+    RunStatus,
+    StepState,
+    StepStatus,
+    read_state,
+    write_state,
+)
 from relax_hpc.report.curve import draw_curves
 from relax_hpc.report.read import find_logs, find_run, read_run
 from relax_hpc.report.status import print_status, status_text
 from relax_hpc.runfolder import RunFolder, open_run_folder
+from relax_hpc.slurm import Fate, JobState
 
 
 @pytest.fixture
@@ -70,6 +79,60 @@ def test_status_shows_cause_steps_and_curve(folder: RunFolder) -> None:
     assert "n[02-03]" in text
     assert "o eval/accuracy 0.9" in text
     assert text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (Fate.RUNNING, "running"),
+        (Fate.WAITING, "requeued"),
+        (Fate.FAILED, "lost (resume: relax-hpc submit --resume {run})"),
+        (Fate.RESUMABLE, "lost (resume: relax-hpc submit --resume {run})"),
+        (SlurmError("no answer"), "running (Slurm does not answer)"),
+    ],
+)
+def test_status_of_a_run_asks_slurm_too(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, answer: Fate | SlurmError, shown: str
+) -> None:
+    state = read_state(folder)
+    assert state is not None
+    state.status = RunStatus.RUNNING
+    write_state(folder, state)
+
+    def job_state(job_id: str) -> JobState:
+        if isinstance(answer, SlurmError):
+            raise answer
+        return JobState(job_id=job_id, name="X", fate=answer)
+
+    monkeypatch.setattr(slurm, "job_state", job_state)
+    line = status_text(read_run(folder)).splitlines()[1]
+    assert line.startswith(shown.format(run=folder.path) + "  train step 7 of 20")
+
+
+def test_a_last_word_that_came_meanwhile_counts(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = read_state(folder)
+    assert state is not None
+    state.status = RunStatus.RUNNING
+    write_state(folder, state)
+
+    def job_state(job_id: str) -> JobState:
+        state.status = RunStatus.DONE
+        write_state(folder, state)
+        return JobState(job_id=job_id, name="COMPLETED", fate=Fate.DONE)
+
+    monkeypatch.setattr(slurm, "job_state", job_state)
+    assert read_run(folder).status == "done"
+
+
+def test_an_ended_step_shows_no_stale_progress(folder: RunFolder) -> None:
+    state = read_state(folder)
+    assert state is not None
+    for status, is_shown in ((StepStatus.RUNNING, True), (StepStatus.ENDED, False)):
+        state.steps[0].status, state.steps[0].progress = status, {"step": 19}
+        write_state(folder, state)
+        assert ("step=19" in status_text(read_run(folder))) is is_shown
 
 
 def test_status_on_a_terminal(folder: RunFolder) -> None:
