@@ -343,7 +343,7 @@ class RpcServer:
         peer, request_id, header, body = frames
         try:
             reply = await self._handle(header, body)
-            # Inside: a reply that cannot be encoded is a failure of the handler, told to the caller.
+            # Inside: a reply that cannot be encoded is a failure of the handler.
             status, encoded = b"ok", msgspec.msgpack.encode(Empty() if reply is None else reply)
         except RelaxError as err:
             status, encoded = b"error", _encode_error(type(err).__name__, str(err))

@@ -6,8 +6,9 @@
       membership                    weights   weight coordinator           child process
 
 The services are processes of their own, so that none waits for another's GIL. They die with task 0
-(parent-death signal) and task 0 ends when one of them dies: the fault domain is the step, and the
-next incarnation adopts journals and shared memory.
+(parent-death signal) and task 0 ends when one of them dies, or does not answer a ping for
+`recovery.heartbeat_timeout_s`: the fault domain is the step, and the next incarnation adopts
+journals and shared memory.
 
 End: srun and scancel send SIGTERM to every process. That may be the end of the run, or the
 aftermath of one killed task, where shared memory must stay for the next incarnation. So the tasks
@@ -29,16 +30,18 @@ import threading
 import time
 from collections.abc import Sequence
 
-from relax_hpc.config import config_from_json
+from relax_hpc.config import RecoveryConfig, config_from_json
 from relax_hpc.control import registry
 from relax_hpc.control.identity import Identity
+from relax_hpc.control.pulse import Pulse
 from relax_hpc.control.registry import MemberInfo, Membership, Registry, members
-from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer
+from relax_hpc.control.rpc import PING, Empty, RpcClient, RpcServer
 from relax_hpc.dcs import coordinator
 from relax_hpc.dcs.coordinator import WeightCoordinator
 from relax_hpc.dcs.keeper import WeightKeeper
-from relax_hpc.errors import ControlError, DeadlineError, RelaxError, StaleIncarnationError
+from relax_hpc.errors import ControlError, DeadlineError, StaleIncarnationError
 from relax_hpc.log import kv, setup_logging
+from relax_hpc.steps.ending import run_step
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.agent import NodeAgent, reap_dead_runs
 from relax_hpc.transfer.controller import QueueController
@@ -49,8 +52,11 @@ _log = logging.getLogger(__name__)
 _TERMINATED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _SERVICES = (registry.SERVICE, wire.SERVICE, coordinator.SERVICE)
-_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_ENDING = {signal.SIGTERM, signal.SIGINT}
+_WATCHED = {*_ENDING, signal.SIGCHLD}
 _TICK_S = 1.0
+_PULSE_S = 3.0
+"""Between two pings of a service."""
 _PING_S = 3.0
 _AGREE_S = 10.0
 """For the verdict of the end, and for the other tasks to leave: within Slurm's KillWait (30 s)."""
@@ -63,19 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--service", choices=_SERVICES, help="internal: run this service only")
     parser.add_argument("--parent", type=int, help="internal: process id of the task")
     options = parser.parse_args(arguments)
-    try:
-        identity = Identity.from_env()
+    name = "dcs" if options.service is None else f"dcs-{options.service}"
+
+    def body(identity: Identity) -> int:
+        setup_logging(name, identity.rank, identity.local_rank)
         if options.service is not None:
-            setup_logging(f"dcs-{options.service}", identity.rank, identity.local_rank)
             return _run_service(options.service, options.parent, identity)
-        setup_logging("dcs", identity.rank, identity.local_rank)
         return DcsTask(identity).run()
-    except RelaxError as err:
-        _log.error("dcs step failed %s", kv(error=type(err).__name__, reason=err))
-        return err.exit_code
-    except Exception:  # noqa: BLE001 - the process boundary: logged, the supervisor restarts us
-        _log.exception("dcs step failed")
-        return 1
+
+    return run_step(name, body)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -124,12 +126,37 @@ def _die_with(parent: int | None) -> None:
 class _Service:
     name: str
     process: "subprocess.Popen[bytes]"
+    pulse: Pulse
+
+    def check(self, recovery: RecoveryConfig) -> None:
+        """Look at it; call it every `_TICK_S`.
+
+        Raises:
+            ControlError: it has ended, or does not answer.
+        """
+        code, pid = self.process.poll(), self.process.pid
+        if code is not None:
+            raise ControlError(
+                f"service {self.name} (pid {pid}) ended with {code}; its last lines above say why"
+            )
+        # It replays its journal and waits for disks before its first answer.
+        has_answered = self.pulse.has_answered
+        limit_s = recovery.heartbeat_timeout_s if has_answered else recovery.start_timeout_s
+        if self.pulse.look() > limit_s:
+            raise ControlError(
+                f"service {self.name} (pid {pid}) did not answer a ping for {limit_s:g} s: it is "
+                "stopped or hangs (a slow disk under the run folder?); the step starts again"
+            )
 
 
-def _start_services() -> list[_Service]:
+def _start_services(identity: Identity) -> list[_Service]:
     program = [sys.executable, "-m", "relax_hpc.steps.dcs", "--parent", str(os.getpid())]
     return [
-        _Service(name, subprocess.Popen([*program, "--service", name], stdin=subprocess.PIPE))
+        _Service(
+            name,
+            subprocess.Popen([*program, "--service", name], stdin=subprocess.PIPE),
+            Pulse(identity, name, interval_s=_PULSE_S, max_look_s=2 * _TICK_S),
+        )
         for name in _SERVICES
     ]
 
@@ -137,6 +164,7 @@ def _start_services() -> list[_Service]:
 def _stop_services(services: Sequence[_Service]) -> None:
     """Ask all to end (end of input), then make sure."""
     for service in services:
+        service.pulse.stop()
         if service.process.stdin is not None:
             service.process.stdin.close()
     deadline = time.monotonic() + _SERVICE_END_S
@@ -159,6 +187,8 @@ class DcsTask:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
+        text = identity.run.config.read_text(encoding="utf-8")
+        self._recovery = config_from_json(text, str(identity.run.config)).recovery
         self._services: list[_Service] = []
         self._membership = Membership(identity)
         self._control = RpcClient(identity.run, registry.SERVICE, identity)
@@ -170,12 +200,11 @@ class DcsTask:
         # Blocked before threads and children exist: they inherit it, and sigtimedwait gets them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         if self._identity.rank == 0 and self._identity.index == 0:
-            self._services = _start_services()
+            self._services = _start_services(self._identity)
         is_orderly = False
         try:
             reap_dead_runs()
             self._keeper.register(self._agent.server)
-            self._agent.server.register("ping", Empty, _pong)
             self._agent.start()
             self._keeper.start()
             if self._join():
@@ -192,9 +221,7 @@ class DcsTask:
 
     def _join(self) -> bool:
         """Register; False when SIGTERM came first. Looks at the services between short tries."""
-        text = self._identity.run.config.read_text(encoding="utf-8")
-        timeout_s = config_from_json(text).recovery.start_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._recovery.start_timeout_s
         while True:
             try:
                 self._membership.join({"node": self._identity.node}, timeout_s=2.0)
@@ -214,19 +241,16 @@ class DcsTask:
         """Wait for a signal; True for SIGTERM or SIGINT.
 
         Raises:
-            ControlError: a part of the task has ended.
+            ControlError: a part of the task has ended or hangs.
         """
         info = signal.sigtimedwait(_WATCHED, wait_s)
-        if info is not None and info.si_signo != signal.SIGCHLD:
+        # Not "anything but SIGCHLD": a wait that a SIGSTOP carried past its time-out returns an
+        # uninitialised siginfo_t (CPython 3.11).
+        if info is not None and info.si_signo in _ENDING:
             _log.info("asked to end %s", kv(signal=signal.Signals(info.si_signo).name))
             return True
         for service in self._services:
-            code = service.process.poll()
-            if code is not None:
-                raise ControlError(
-                    f"service {service.name} (pid {service.process.pid}) ended with {code}; its "
-                    "last lines above say why"
-                )
+            service.check(self._recovery)
         if not self._agent.server.is_running:
             raise ControlError(f"the agent of node {self._identity.node} has ended; see above")
         if self._membership.is_replaced:
@@ -267,7 +291,7 @@ class DcsTask:
     def _answers(self, task: MemberInfo) -> bool:
         agent = RpcClient(self._identity.run, wire.agent_service(task.node), self._identity)
         try:
-            agent.call("ping", Empty(), Empty, timeout_s=_PING_S, why="does the task live?")
+            agent.call(PING, Empty(), Empty, timeout_s=_PING_S, why="does the task live?")
         except ControlError as err:
             _log.warning("task is dead %s", kv(rank=task.rank, node=task.node, reason=err))
             return False
@@ -295,10 +319,6 @@ class DcsTask:
             if not others:
                 return
             time.sleep(0.2)
-
-
-async def _pong(_: Caller, __: Empty) -> None:
-    return None
 
 
 if __name__ == "__main__":

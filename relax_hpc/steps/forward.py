@@ -13,33 +13,28 @@ from relax_hpc.config import Config, RoleResources, config_from_json
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.registry import Membership
 from relax_hpc.dcs.client import WeightSubscriber
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.log import kv, setup_logging
+from relax_hpc.errors import ConfigError
+from relax_hpc.log import setup_logging
 from relax_hpc.steps.device import choose_device
+from relax_hpc.steps.ending import run_step
 from relax_hpc.steps.stop_flag import StopFlag
 from relax_hpc.transfer.transfer_queue import TransferQueue
-
-_log = logging.getLogger(__name__)
 
 _GROUPS_PER_LEASE = 4
 
 
 def main() -> int:
     """Run the step; returns its exit code."""
-    try:
-        identity = Identity.from_env()
-        setup_logging(identity.role, identity.rank, identity.local_rank)
-        config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
-        choose_device(identity)  # before torch looks for GPUs
-        stop = StopFlag(signal.SIGTERM)
-        _serve(config, identity, stop)
-        return stop.exit_code if stop.is_set else 0
-    except RelaxError as err:
-        _log.error("forward step failed %s", kv(error=type(err).__name__, reason=err))
-        return err.exit_code
-    except Exception:  # noqa: BLE001 - the process boundary: logged, the supervisor restarts us
-        _log.exception("forward step failed")
-        return 1
+    return run_step("forward", _main)
+
+
+def _main(identity: Identity) -> int:
+    setup_logging(identity.role, identity.rank, identity.local_rank)
+    config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
+    choose_device(identity)  # before torch looks for GPUs
+    stop = StopFlag(signal.SIGTERM)
+    _serve(config, identity, stop)
+    return stop.exit_code if stop.is_set else 0
 
 
 def _resources(config: Config, role: str) -> RoleResources:

@@ -21,13 +21,13 @@ from relax_hpc.control.registry import Membership
 from relax_hpc.data.prompts import PromptSet, load_prompts
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
 from relax_hpc.dcs.client import WeightSubscriber
-from relax_hpc.errors import RelaxError
-from relax_hpc.log import kv, setup_logging
+from relax_hpc.log import setup_logging
 from relax_hpc.metrics.writers import MetricWriter
 from relax_hpc.rewards.reward import close_reward, make_reward
 from relax_hpc.rollout.engine import Engine, make_engine
 from relax_hpc.rollout.group import GroupMaker, Prompts
 from relax_hpc.rollout.loop import Admission, Admit, LoopParts, RolloutLoop
+from relax_hpc.steps.ending import run_step
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,16 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def main() -> int:
     """Run the step; returns its exit code."""
-    try:
-        identity = Identity.from_env()
-        # Each engine is a fault domain with a log of its own: INFO from all of them.
-        setup_logging(f"rollout-{identity.index}", identity.rank, identity.local_rank)
-        config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
-        # Not asyncio.run: at its end it waits for threads, and a cancelled call to a dcs step that
-        # is gone holds its thread for minutes. The process ends by os._exit below.
-        return asyncio.new_event_loop().run_until_complete(_until_signal(config, identity))
-    except RelaxError as err:
-        log.error("rollout step failed %s", kv(error=type(err).__name__, reason=err))
-        return err.exit_code
-    except Exception:  # the process boundary: logged, and the supervisor restarts the step
-        log.exception("rollout step failed")
-        return 1
+    return run_step("rollout", _main)
+
+
+def _main(identity: Identity) -> int:
+    # Each engine is a fault domain with a log of its own: INFO from all of them.
+    setup_logging(f"rollout-{identity.index}", identity.rank, identity.local_rank)
+    config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
+    # Not asyncio.run: at its end it waits for threads, and a cancelled call to a dcs step that
+    # is gone holds its thread for minutes. The process ends by os._exit below.
+    return asyncio.new_event_loop().run_until_complete(_until_signal(config, identity))
 
 
 async def _until_signal(config: Config, identity: Identity) -> int:

@@ -18,10 +18,10 @@ from relax_hpc.config import Config, config_from_json
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.registry import Membership
 from relax_hpc.dcs.client import WeightPublisher
-from relax_hpc.errors import RelaxError
-from relax_hpc.log import kv, setup_logging
+from relax_hpc.log import setup_logging
 from relax_hpc.metrics.writers import MetricWriter
 from relax_hpc.steps.device import choose_device
+from relax_hpc.steps.ending import run_step
 from relax_hpc.steps.stop_flag import StopFlag
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
@@ -31,24 +31,18 @@ if typing.TYPE_CHECKING:
     from relax_hpc.trainer.loop import TrainServices
     from relax_hpc.trainer.megatron import MegatronBackend
 
-_log = logging.getLogger(__name__)
-
 
 def main() -> int:
     """Run the step; returns its exit code."""
-    try:
-        identity = Identity.from_env()
-        setup_logging("train", identity.rank, identity.local_rank)
-        config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
-        choose_device(identity)  # before torch looks for GPUs
-        stop = StopFlag(signal.SIGTERM, signal.SIGUSR2)
-        return 0 if _train(config, identity, stop) else stop.exit_code
-    except RelaxError as err:
-        _log.error("train step failed %s", kv(error=type(err).__name__, reason=err))
-        return err.exit_code
-    except Exception:  # noqa: BLE001 - the process boundary: logged, the supervisor restarts us
-        _log.exception("train step failed")
-        return 1
+    return run_step("train", _main)
+
+
+def _main(identity: Identity) -> int:
+    setup_logging("train", identity.rank, identity.local_rank)
+    config = config_from_json(identity.run.config.read_text(encoding="utf-8"))
+    choose_device(identity)  # before torch looks for GPUs
+    stop = StopFlag(signal.SIGTERM, signal.SIGUSR2)
+    return 0 if _train(config, identity, stop) else stop.exit_code
 
 
 def _train(config: Config, identity: Identity, stop: StopFlag) -> bool:

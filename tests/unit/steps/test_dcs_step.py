@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -181,6 +182,40 @@ def test_a_dead_service_ends_its_task_and_the_step_starts_again(folder, start):
     start(2)
     check_fetch(folder, 0, node="n01")
     check_fetch(folder, 0, node="n02")
+
+
+@pytest.mark.parametrize("name", ["transfer", "weights"])
+def test_a_service_that_hangs_ends_its_task_and_the_step_starts_again(folder, start, name):
+    tree = msgspec.json.decode(folder.config.read_bytes())
+    tree["recovery"]["heartbeat_timeout_s"] = 4.0
+    write_atomic(folder.config, msgspec.json.encode(tree))
+    first = start(1)
+    publish(folder, 0)
+    service = next(s for s in first.services() if name in s.cmdline())
+    service.suspend()
+    assert first.tasks[0].wait(timeout=60) == 1, first.log.read_text()
+    assert f"service {name} (pid {service.pid}) did not answer a ping" in first.log.read_text()
+    assert not is_alive(service), "it must not wake up beside its successor"
+    first.tasks[1].terminate()
+    first.tasks[1].wait(timeout=60)
+    start(2)
+    check_fetch(folder, 0)
+
+
+def test_a_task_that_was_stopped_itself_does_not_blame_its_services(folder, start):
+    tree = msgspec.json.decode(folder.config.read_bytes())
+    tree["recovery"]["heartbeat_timeout_s"] = 4.0
+    write_atomic(folder.config, msgspec.json.encode(tree))
+    step = start(1)
+    task = psutil.Process(step.tasks[0].pid)
+    task.suspend()
+    time.sleep(8)  # what is tested is the absence
+    task.resume()
+    publish(folder, 0)
+    check_fetch(folder, 0)
+    for process in step.tasks:
+        process.terminate()
+    assert step.wait() == [0, 0], step.log.read_text()
 
 
 def test_end_after_the_death_of_another_task_keeps_shared_memory(folder, start):
