@@ -13,14 +13,20 @@ RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.log import kv
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,6 +142,45 @@ def refuse_unwritable(folder: Path) -> Iterator[None]:
             f"({err.strerror or err}); set run.folder to a folder on a shared file system "
             "that you may write to"
         ) from err
+
+
+_LOCK_TIMEOUT_S = 60.0
+"""A supervisor holds the lock for a few file writes and one question to Slurm."""
+
+
+@contextlib.contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """Hold RUN/.lock: one supervisor at a time decides whether it may go on with the run.
+
+    flock(2) also holds between nodes over NFS and Lustre (mounted with -o flock). A file system
+    without locks is used without one, and says so in the log.
+
+    Raises:
+        ConfigError: another process held it all the time.
+    """
+    descriptor = os.open(folder.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _try_lock(descriptor, folder.path):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{folder.path}: another process has been starting this run for "
+                    f"{_LOCK_TIMEOUT_S:.0f} s (it holds .lock): end it first"
+                )
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as err:
+        _LOG.warning("no file locks here %s", kv(folder=path, error=err))
+    return True
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:

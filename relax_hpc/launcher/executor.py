@@ -42,6 +42,10 @@ _LOCAL_PREFIX = "local-"
 """Job ids of launcher = local: `local-RUNFOLDERNAME`."""
 
 
+_START_TIMEOUT_S = 120.0
+"""For a local supervisor to write its first state; later the job's state says how it fares."""
+
+
 class RunWatcher(core.InfoWatcher):
     """States of runs. Slurm's are asked one job at a time, at submitit's pace (2 s to 60 s)."""
 
@@ -317,6 +321,7 @@ class RelaxExecutor(core.Executor):
         job_id = f"{_LOCAL_PREFIX}{folder.run_id}"
         log_file = utils.JobPaths(self.folder, job_id=job_id).stdout
         with refuse_unwritable(self.folder), log_file.open("ab") as log:
+            offset = log.seek(0, os.SEEK_END)
             child = subprocess.Popen(
                 [sys.executable, "-m", "relax_hpc.cli", "supervise", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -324,7 +329,29 @@ class RelaxExecutor(core.Executor):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        _await_first_state(folder, child, log_file, offset)
         return RelaxJob.of_run(self.folder, job_id, folder.path, first_attempt, child)
+
+
+def _await_first_state(
+    folder: RunFolder, child: subprocess.Popen[bytes], log: Path, offset: int
+) -> None:
+    """Wait until a supervisor that was started here owns its run, or hand on why it refused.
+
+    Raises:
+        ConfigError: it refused its input, or another supervisor was first.
+        RelaxError: it ended otherwise.
+    """
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        code = child.poll()  # before the read: a short run may have ended since
+        state = read_state(folder)
+        if state is not None and state.pid == child.pid:
+            return
+        if code is not None:
+            said = _refusal(log, offset) or f"the supervisor ended with exit code {code}, see {log}"
+            raise (ConfigError if code == ConfigError.exit_code else RelaxError)(said)
+        time.sleep(0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from relax_hpc.recovery.liveness import Liveness, find_liveness, is_supervisor_a
 from relax_hpc.runfolder import (
     RunFolder,
     create_run_folder,
+    locked,
     open_run_folder,
     refuse_unwritable,
     write_atomic,
@@ -105,12 +106,24 @@ def read_config(request: Request) -> Config:
         if request.steps:
             run = dataclasses.replace(config.run, train_steps=request.steps)
             config = dataclasses.replace(config, run=run)
+        _check_steps(config, folder)
         return config
     if request.steps:
         raise ConfigError("--steps belongs to --resume; a new run takes --set run.train_steps=N")
     if request.config_file:
         return _read_json(Path(request.config_file), "was removed after the submission")
     return load_recipe(find_recipe(request.recipe), request.overrides)
+
+
+def _check_steps(config: Config, folder: RunFolder) -> None:
+    """Refuse to end before the newest checkpoint: its step cannot be undone."""
+    newest = newest_checkpoint(folder)
+    if newest > config.run.train_steps:
+        raise ConfigError(
+            f"--steps {config.run.train_steps}: {folder.path} has a checkpoint of train step "
+            f"{newest} already; give {newest} or more, or start a new run with "
+            f"--set run.init_from={folder.path}@STEP"
+        )
 
 
 def _read_json(path: Path, otherwise: str) -> Config:
@@ -143,11 +156,11 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
     if not is_local:
         check_allocation(plan, allocation)
     preflight.check_inputs(config)
-    old = read_state(adopted) if adopted is not None else None
-    if old is not None:
-        check_not_running(old, allocation.job_id)
     folder = adopted if adopted is not None else _create_folder(config, allocation)
-    with refuse_unwritable(folder.path):
+    with refuse_unwritable(folder.path), locked(folder):
+        old = read_state(folder)
+        if old is not None:
+            check_not_running(old, allocation.job_id)
         write_atomic(folder.config, config_to_json(config))
         write_atomic(folder.plan, plan.to_json())
         create_keys(folder)

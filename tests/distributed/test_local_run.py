@@ -313,6 +313,41 @@ def test_two_supervisors_of_one_run(run: Run) -> None:
     assert run.state().status == "cancelled"
 
 
+def test_resumes_that_start_together(run: Run) -> None:
+    """Exactly one goes on; the others say why not, and their callers hear it."""
+    run.start(step_s=0.1).end()
+    (run.folder.path / "hold").touch()
+    path, place = str(run.folder.path), run.folder.path.parents[1]
+    command = [sys.executable, "-m", "relax_hpc.cli", "submit", "--resume", path, "--steps", "8"]
+    rivals = [
+        subprocess.Popen(
+            [*command, "--step-program", str(STUB)],
+            cwd=place,
+            env=environment_of(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    told = [rival.communicate(timeout=120)[1] for rival in rivals]
+    assert sorted(rival.returncode for rival in rivals) == [0, 2, 2]
+    assert sorted("is still" in text for text in told) == [False, True, True]
+    assert run.state().attempt == 2
+    assert relax("cancel", path, cwd=place).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["submit", "supervise"])
+def test_fewer_steps_than_the_newest_checkpoint_are_refused(run: Run, command: str) -> None:
+    run.start(step_s=0.1).end()
+    path = str(run.folder.path)
+    done = relax(command, "--resume", path, "--steps", "3", cwd=run.folder.path.parents[1])
+    assert done.returncode == 2
+    assert "--steps 3" in done.stderr
+    assert "has a checkpoint of train step 6 already; give 6 or more" in done.stderr
+    assert run.state().attempt == 1
+
+
 def test_near_the_time_limit_without_slurm(run: Run) -> None:
     run.start(hold=True)
     run.pid_of("train-0-0-i1")
