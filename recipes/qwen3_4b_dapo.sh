@@ -24,6 +24,10 @@
 #SBATCH --exclusive
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if [ ! -e recipes/qwen3_4b_dapo.toml ]; then
+    echo "no "recipes/qwen3_4b_dapo.toml" in $PWD: run sbatch in the project's folder" >&2
+    exit 2
+fi
 PYTHON="${RELAX_PYTHON:-.venv/bin/python}"
 command -v "$PYTHON" > /dev/null || PYTHON=python3
 exec "$PYTHON" -m relax_hpc.cli supervise recipes/qwen3_4b_dapo.toml "$@"

@@ -26,6 +26,10 @@
 #SBATCH --cpus-per-task=2
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if [ ! -e recipes/smollm2_135m_grpo.toml ]; then
+    echo "no "recipes/smollm2_135m_grpo.toml" in $PWD: run sbatch in the project's folder" >&2
+    exit 2
+fi
 PYTHON="${RELAX_PYTHON:-.venv/bin/python}"
 command -v "$PYTHON" > /dev/null || PYTHON=python3
 exec "$PYTHON" -m relax_hpc.cli supervise recipes/smollm2_135m_grpo.toml "$@"

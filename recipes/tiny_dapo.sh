@@ -26,6 +26,10 @@
 #SBATCH --cpus-per-task=2
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+if [ ! -e recipes/tiny_dapo.toml ]; then
+    echo "no "recipes/tiny_dapo.toml" in $PWD: run sbatch in the project's folder" >&2
+    exit 2
+fi
 PYTHON="${RELAX_PYTHON:-.venv/bin/python}"
 command -v "$PYTHON" > /dev/null || PYTHON=python3
 exec "$PYTHON" -m relax_hpc.cli supervise recipes/tiny_dapo.toml "$@"

@@ -14,7 +14,7 @@ from relax_hpc.launcher.slurm_steps import gpu_request
 
 _BODY = """\
 cd "${{SLURM_SUBMIT_DIR:-.}}" || exit 2
-PYTHON="${{RELAX_PYTHON:-.venv/bin/python}}"
+{check}PYTHON="${{RELAX_PYTHON:-.venv/bin/python}}"
 command -v "$PYTHON" > /dev/null || PYTHON=python3
 {setup}exec "$PYTHON" -m relax_hpc.cli supervise {arguments} "$@"
 """
@@ -48,8 +48,22 @@ def render_script(config: Config, plan: Plan, site: Site, arguments: list[str], 
         f"# to the supervisor: sbatch {name}.sh --set train.lr=2e-6",
         *_common(config, site),
     ]
-    body = _BODY.format(setup=setup, arguments=shlex.join(arguments))
+    body = _BODY.format(check=_place_check(arguments), setup=setup, arguments=shlex.join(arguments))
     return "\n".join(head) + "\n" + "#SBATCH hetjob\n".join(blocks) + "\n" + body
+
+
+def _place_check(arguments: list[str]) -> str:
+    """Return the lines that refuse a wrong folder: there neither recipe nor package is found."""
+    recipe = arguments[0]
+    if not recipe.endswith(".toml"):  # the bare name of a shipped recipe, or --config, --resume
+        return ""
+    file = shlex.quote(recipe)
+    return (
+        f"if [ ! -e {file} ]; then\n"
+        f'    echo "no "{file}" in $PWD: run sbatch in the project\'s folder" >&2\n'
+        "    exit 2\n"
+        "fi\n"
+    )
 
 
 def _common(config: Config, site: Site) -> list[str]:

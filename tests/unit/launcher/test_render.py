@@ -88,6 +88,7 @@ def test_script_passes_on_what_follows_its_name_and_is_replaced(tmp_path: Path) 
     fake.chmod(0o755)
     script = tmp_path / "script.sh"
     script.write_text(render(config_of(HEADLINE), arguments=("it's.toml",)))
+    (folder / "it's.toml").touch()
     done = subprocess.run(
         ["bash", str(script), "--set", "a.b=c d"],
         env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(folder), "RELAX_PYTHON": str(fake)},
@@ -100,6 +101,22 @@ def test_script_passes_on_what_follows_its_name_and_is_replaced(tmp_path: Path) 
         str(folder),
         *("-m", "relax_hpc.cli", "supervise", "it's.toml", "--set", "a.b=c d"),
     ]
+
+
+def test_script_in_another_folder_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(render(config_of(HEADLINE), arguments=("recipes/it's $HOME.toml",)))
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    said = f"no recipes/it's $HOME.toml in {tmp_path}: run sbatch in the project's folder\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_script_of_no_recipe_file_checks_nothing() -> None:
+    for arguments in (("tiny_dapo",), ("--config", "/x/y.json"), ("--resume", "/runs/a.toml")):
+        assert "run sbatch in" not in render(config_of(HEADLINE), arguments=arguments)
 
 
 def test_local_recipe_has_no_script() -> None:
