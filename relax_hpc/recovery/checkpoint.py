@@ -91,6 +91,8 @@ def commit(checkpoints: Path, step: int, info: dict[str, str]) -> Path:
         step: as given to `begin`.
         info: see Manifest.
 
+    A whole checkpoint of the same step is never moved: it gets what only the new one has.
+
     Returns:
         The folder of the checkpoint.
 
@@ -106,17 +108,45 @@ def commit(checkpoints: Path, step: int, info: dict[str, str]) -> Path:
     if missing or not files:
         raise CheckpointError(f"checkpoint {folder}: no digest of {missing[:3] or 'any file'}")
     manifest = Manifest(step=step, created=time.time(), files=files, info=info)
-    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_atomic(folder / MANIFEST, encoded)
-    _sync_folder(folder)
     final = path_of(checkpoints, step)
-    # Only a damaged one can be there: a whole one would have been resumed from.
-    doomed = _put_away(checkpoints, step) if final.exists() else None
+    if final.exists() and is_whole_alone(final):
+        _complete(final, folder, manifest)
+        return final
+    _write_manifest(folder, manifest)
+    doomed = _put_away(checkpoints, step) if final.exists() else None  # a damaged one
     folder.rename(final)
     _sync_folder(checkpoints)
     if doomed is not None:
         shutil.rmtree(doomed)
     return final
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    write_atomic(folder / MANIFEST, encoded)
+    _sync_folder(folder)
+
+
+def _complete(final: Path, folder: Path, new: Manifest) -> None:
+    """Move what a whole checkpoint lacks (hf/) into it from a new one of its step, manifest last.
+
+    Renaming it away, to put the new one there, would leave none if the process were killed between.
+    """
+    old = read_manifest(final)
+    present = {_top(name) for name in old.files}
+    added = {name: entry for name, entry in new.files.items() if _top(name) not in present}
+    for top in sorted({_top(name) for name in added}):
+        # In the way without being listed: an earlier attempt was killed before its manifest.
+        shutil.rmtree(final / top, ignore_errors=True)
+        (folder / top).rename(final / top)
+    if added:
+        _sync_folder(final)
+        _write_manifest(final, msgspec.structs.replace(old, files=old.files | added))
+    shutil.rmtree(folder)
+
+
+def _top(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _put_away(checkpoints: Path, step: int) -> Path:
@@ -153,19 +183,26 @@ def verify(folder: Path, index: int = 0, count: int = 1) -> Manifest:
     """Compare every `count`-th file, from `index`, with the manifest; all of them by default.
 
     Raises:
-        CheckpointError: names the first file that is missing, of another size or of other contents.
+        CheckpointError: names the first file that is missing, unreadable, of another size or of
+            other contents.
     """
     manifest = read_manifest(folder)
     for name in sorted(manifest.files)[index::count]:
-        expected, path = manifest.files[name], folder / name
-        size = path.stat().st_size if path.is_file() else -1
-        if size != expected.nbytes:
-            seen = "is missing" if size < 0 else f"has {size} bytes"
-            raise CheckpointError(f"checkpoint {path}: {seen}, expected {expected.nbytes} bytes")
-        seen = _xxh3(path)
-        if seen != expected.xxh3:
-            raise CheckpointError(f"checkpoint {path}: xxh3 {seen}, expected {expected.xxh3}")
+        try:
+            _verify_file(folder / name, manifest.files[name])
+        except OSError as err:
+            raise CheckpointError(f"checkpoint {folder / name}: {err.strerror}") from err
     return manifest
+
+
+def _verify_file(path: Path, expected: FileEntry) -> None:
+    size = path.stat().st_size if path.is_file() else -1
+    if size != expected.nbytes:
+        seen = "is missing" if size < 0 else f"has {size} bytes"
+        raise CheckpointError(f"checkpoint {path}: {seen}, expected {expected.nbytes} bytes")
+    seen = _xxh3(path)
+    if seen != expected.xxh3:
+        raise CheckpointError(f"checkpoint {path}: xxh3 {seen}, expected {expected.xxh3}")
 
 
 def newest_complete(
@@ -194,15 +231,25 @@ def is_whole_alone(folder: Path, index: int = 0, count: int = 1) -> bool:
     return True
 
 
-def retain(checkpoints: Path, keep: int) -> list[int]:
+def retain(checkpoints: Path, keep: int, saved: int | None = None) -> list[int]:
     """Delete all but the newest `keep` complete checkpoints, and what failed saves left. One rank.
 
     Never deletes the newest complete one.
 
+    Args:
+        checkpoints: parent folder.
+        keep: how many stay.
+        saved: step that was just saved; newer ones were skipped as damaged when the run resumed:
+            they do not count, and stay until they are written again.
+
     Returns:
         Steps that were deleted.
     """
-    complete = [s for s in steps(checkpoints) if (path_of(checkpoints, s) / MANIFEST).is_file()]
+    complete = [
+        s
+        for s in steps(checkpoints)
+        if (saved is None or s <= saved) and (path_of(checkpoints, s) / MANIFEST).is_file()
+    ]
     if not complete:
         return []
     kept = complete[: max(1, keep)]

@@ -31,6 +31,12 @@ class CheckpointKeeper:
         """Args: checkpoints: the folder; keep: how many stay; source: HF folder of the model."""
         self._checkpoints, self._keep = checkpoints, keep
         self._backend, self._source = backend, source
+        self._damaged: tuple[int, ...] = ()
+
+    @property
+    def damaged(self) -> tuple[int, ...]:
+        """Steps of the checkpoints that `resume` skipped, newest first."""
+        return self._damaged
 
     def save(self, step: int, with_hf: bool) -> Path:
         """Write `step_N` and remove the oldest; returns its folder."""
@@ -53,7 +59,7 @@ class CheckpointKeeper:
         if place.global_rank == 0:
             info = {"world_size": str(place.world_size), "dp_size": str(place.dp_size)}
             checkpoint.commit(self._checkpoints, step, info)
-            deleted = checkpoint.retain(self._checkpoints, self._keep)
+            deleted = checkpoint.retain(self._checkpoints, self._keep, saved=step)
             _log.info("checkpoint saved %s", kv(step=step, folder=final, deleted=deleted))
         self._meet()
         return final
@@ -62,6 +68,11 @@ class CheckpointKeeper:
         """Load the newest whole checkpoint and return its step; 0, nothing loaded, without one."""
         step = self._newest_whole()
         if step is None:
+            if self._damaged and self._backend.place.global_rank == 0:
+                _log.error(
+                    "every checkpoint is damaged, training starts from step 0 %s",
+                    kv(folder=self._checkpoints, steps=self._damaged),
+                )
             return 0
         folder = checkpoint.path_of(self._checkpoints, step)
         self._backend.load(folder / _STATE)
@@ -71,11 +82,21 @@ class CheckpointKeeper:
         _log.info("resumed %s", kv(step=step, folder=folder))
         return step
 
+    def has_hf(self, step: int) -> bool:
+        """Whether the checkpoint of a step holds the model in Hugging Face format."""
+        folder = checkpoint.path_of(self._checkpoints, step)
+        has = False
+        if self._backend.place.global_rank == 0 and folder.exists():
+            files = checkpoint.read_manifest(folder).files
+            has = any(name.startswith(f"{HF}/") for name in files)
+        return self._from_rank_0(int(has)) == 1
+
     def _newest_whole(self) -> int | None:
         """Agree on the newest checkpoint of which every rank found its share whole."""
         candidates = checkpoint.steps(self._checkpoints)
-        tried: set[int] = set()
+        tried: list[int] = []
         while True:
+            self._damaged = tuple(tried)
             left = [s for s in candidates if s not in tried]
             # Rank 0 decides: a listing of a shared file system may differ between nodes.
             step = self._from_rank_0(max(left, default=-1))
@@ -83,7 +104,7 @@ class CheckpointKeeper:
                 return None
             if self._is_whole(checkpoint.path_of(self._checkpoints, step)):
                 return step
-            tried.add(step)
+            tried.append(step)
 
     def _from_rank_0(self, value: int) -> int:
         mine = value if self._backend.place.global_rank == 0 else 0

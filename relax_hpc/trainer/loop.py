@@ -123,6 +123,15 @@ class Keeper(typing.Protocol):
         """Load the newest whole checkpoint; return its step or 0."""
         ...
 
+    def has_hf(self, step: int) -> bool:
+        """Whether the checkpoint of a step holds the model in Hugging Face format."""
+        ...
+
+    @property
+    def damaged(self) -> tuple[int, ...]:
+        """Steps of the checkpoints that `resume` skipped."""
+        ...
+
 
 class Reporter(typing.Protocol):
     """Where rank 0 tells how far it is."""
@@ -163,7 +172,7 @@ class TrainLoop:
         Returns:
             True: the run is complete. False: asked to stop; a checkpoint was saved.
         """
-        step = self._services.keeper.resume()
+        step = self._resume()
         total = self._config.run.train_steps
         if self._place.global_rank == 0:
             self._services.queue.begin_train(step)
@@ -177,6 +186,16 @@ class TrainLoop:
             step += 1
         self._save(step, with_hf=True)
         return True
+
+    def _resume(self) -> int:
+        keeper = self._services.keeper
+        step = keeper.resume()
+        if step > 0:
+            self._saved_at = step
+        elif keeper.damaged:  # for state.json: nobody should find out by the curve
+            steps = ", ".join(str(s) for s in keeper.damaged)
+            self._report(warning=f"restarted from step 0: all checkpoints are damaged ({steps})")
+        return step
 
     def _train_step(self, step: int) -> bool:
         """Do one optimizer step; False: asked to stop, the weights are those of `step`."""
@@ -269,16 +288,17 @@ class TrainLoop:
         if self._place.global_rank == 0:
             self._services.queue.complete_step(step)
         self._publish(step + 1)
-        interval = self._config.train.save_interval
-        is_last = step + 1 == self._config.run.train_steps
-        if interval and (step + 1) % interval == 0 and not is_last:
-            self._save(step + 1, with_hf=False)
         if self._place.global_rank == 0:
+            # Before the checkpoint: a rank that dies in between redoes the step or has its record.
             metrics = stats.metrics(time.monotonic() - started) | more
             self._services.reporter.log(step, metrics)
             self._report(step=step + 1, chunk=0)
             shown = {name: metrics[f"train/{name}"] for name in _SHOWN}
             _log.info("train step done %s", kv(step=step, **shown))
+        interval = self._config.train.save_interval
+        is_last = step + 1 == self._config.run.train_steps
+        if interval and (step + 1) % interval == 0 and not is_last:
+            self._save(step + 1, with_hf=False)
 
     def _publish(self, version: int) -> None:
         if self._place.publishes:
@@ -291,8 +311,9 @@ class TrainLoop:
             )
 
     def _save(self, step: int, with_hf: bool) -> None:
-        if self._saved_at != step:
-            self._services.keeper.save(step, with_hf)
+        keeper = self._services.keeper
+        if self._saved_at != step or (with_hf and not keeper.has_hf(step)):
+            keeper.save(step, with_hf)
             self._saved_at = step
 
     def _report(self, **values: int | float | str) -> None:

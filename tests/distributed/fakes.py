@@ -68,6 +68,11 @@ class FakeKeeper:
 
     saved: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
     start: int = 0
+    start_has_hf: bool = False
+    damaged: tuple[int, ...] = ()
+
+    def has_hf(self, step: int) -> bool:
+        return (step, True) in self.saved or (step == self.start and self.start_has_hf)
 
     def save(self, step: int, with_hf: bool) -> Path:
         self.saved.append((step, with_hf))

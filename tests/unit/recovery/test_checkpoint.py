@@ -98,6 +98,39 @@ def test_a_damaged_step_is_replaced_when_it_is_saved_again(tmp_path: Path) -> No
     assert checkpoint.verify(save(tmp_path, 4)).step == 4
 
 
+def test_a_whole_checkpoint_of_the_same_step_is_completed_and_never_moved(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    old = {path: path.read_bytes() for path in (folder / "state").iterdir()}
+    (folder / "hf").mkdir()  # what a kill before the new manifest left
+    (folder / "hf" / "torn").touch()
+    inode = folder.stat().st_ino
+    new = checkpoint.begin(tmp_path, 4)
+    for name in ("state/shard-0", "hf/config.json", "rng-7.bin"):
+        (new / name).parent.mkdir(exist_ok=True)
+        (new / name).write_text("new")
+    checkpoint.digest_share(new, 0, 1)
+    checkpoint.commit(tmp_path, 4, {"world_size": "1"})
+    manifest = checkpoint.verify(folder)
+    assert {"hf/config.json", "rng-7.bin", "state/shard-2"} <= set(manifest.files)
+    assert manifest.info == {"world_size": "3"}
+    assert {path: path.read_bytes() for path in (folder / "state").iterdir()} == old
+    assert [p.name for p in (folder / "hf").iterdir()] == ["config.json"]
+    assert folder.stat().st_ino == inode
+    assert [p.name for p in tmp_path.iterdir()] == ["step_4"]
+
+
+def test_damaged_ones_do_not_push_out_what_was_saved_after_them(tmp_path: Path) -> None:
+    for step in (8, 10):
+        DAMAGE["flipped bit"](save(tmp_path, step))
+    save(tmp_path, 2)
+    assert checkpoint.retain(tmp_path, 2, saved=2) == []
+    save(tmp_path, 4)
+    save(tmp_path, 6)
+    assert checkpoint.retain(tmp_path, 2, saved=6) == [2]
+    newest = checkpoint.newest_complete(tmp_path)
+    assert newest is not None and newest.name == "step_6"
+
+
 def test_retention(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         save(tmp_path, step)

@@ -123,6 +123,25 @@ def test_resume_of_a_complete_run_publishes_and_ends() -> None:
     assert parts["publisher"].version == 5
 
 
+@pytest.mark.parametrize("has_hf", [False, True])
+def test_a_checkpoint_that_was_resumed_from_is_written_again_for_its_hf_folder_only(
+    has_hf: bool,
+) -> None:
+    loop, _, parts = make_loop(keeper=FakeKeeper(start=5, start_has_hf=has_hf))
+    assert loop.run()
+    assert parts["keeper"].saved == ([] if has_hf else [(5, True)])
+    loop, _, parts = make_loop(keeper=FakeKeeper(start=3), wants_stop=lambda: True)
+    assert not loop.run()
+    assert parts["keeper"].saved == []
+
+
+def test_a_restart_because_all_checkpoints_are_damaged_is_reported() -> None:
+    loop, _, parts = make_loop(keeper=FakeKeeper(damaged=(4, 2)))
+    assert loop.run()
+    expected = "restarted from step 0: all checkpoints are damaged (4, 2)"
+    assert {"warning": expected} in parts["reporter"].said
+
+
 def test_stop_saves_the_last_optimizer_step() -> None:
     answers = iter([False] * 7 + [True] * 100)  # in the second step
     loop, log, parts = make_loop(wants_stop=lambda: next(answers))
@@ -156,9 +175,9 @@ def test_spoiled_weights_are_never_published_or_saved(norm: float) -> None:
 def test_learning_rate() -> None:
     constant = TrainConfig(lr=1e-3)
     assert [learning_rate(constant, s, 10) for s in (0, 9)] == [1e-3, 1e-3]
-    decay = TrainConfig(lr=1.0, min_lr=0.1, lr_warmup_steps=2)
+    decay = TrainConfig(lr=0.5, min_lr=0.05, lr_warmup_steps=2)
     rates = [learning_rate(decay, s, 12) for s in range(12)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[-1] == pytest.approx(0.1)
+    assert rates[:3] == [0.25, 0.5, 0.5]
+    assert rates[-1] == pytest.approx(0.05)
     assert all(a >= b for a, b in itertools.pairwise(rates[1:]))
-    assert learning_rate(TrainConfig(lr=1.0, min_lr=0.5), 0, 1) == 0.5
+    assert learning_rate(TrainConfig(lr=0.5, min_lr=0.25), 0, 1) == 0.25
