@@ -75,11 +75,30 @@ def single_headline() -> Config:
     )
 
 
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def safetensors_bytes(data: bytes = bytes(8), says_bytes: int = 8) -> bytes:
+    """Make a safetensors file with one tensor."""
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, says_bytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
 def write_inputs(folder: Path) -> None:
     """Make a model folder and a data set that preflight accepts."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_bytes(b"")
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "model" / "model.safetensors").write_bytes(safetensors_bytes())
+    (folder / "model" / "tokenizer.json").write_text("{}")
     row = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
     (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
 

@@ -1,6 +1,8 @@
 """Checks of all that a run needs, before anything is submitted or started. A sentence per fault."""
 
 import dataclasses
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from relax_hpc import slurm
@@ -8,7 +10,9 @@ from relax_hpc.config import Config, LauncherKind
 from relax_hpc.data.prompts import check_source
 from relax_hpc.data.sources import REASONING_GYM
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launcher.model_folder import check_model_folder
 from relax_hpc.launcher.plan import Plan
+from relax_hpc.rewards.reward import KINDS
 from relax_hpc.runfolder import RunFolder
 
 
@@ -47,9 +51,9 @@ def _weights_of(init_from: str) -> Path:
 
 
 def missing_inputs(config: Config) -> list[str]:
-    """Return what is wrong with model and data, one sentence each; [] when all is there."""
+    """Return what is wrong with model, data and reward, a sentence each; [] when all is there."""
     faults = []
-    for check in (check_model, check_data):
+    for check in _CHECKS:
         try:
             check(config)
         except RelaxError as err:
@@ -58,28 +62,18 @@ def missing_inputs(config: Config) -> list[str]:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise the first fault of model and data as a ConfigError."""
-    check_model(config)
-    check_data(config)
+    """Raise the first fault of model, data and reward as a ConfigError."""
+    for check in _CHECKS:
+        check(config)
 
 
 def check_model(config: Config) -> None:
-    """Check that the model folder is one, in Hugging Face format.
+    """Check that the model folder is one, in Hugging Face format, that can be trained.
 
     Raises:
         ConfigError: with the remedy.
     """
-    path = Path(config.model.path)
-    remedy = (
-        "set model.path to a folder with config.json, *.safetensors and a tokenizer "
-        "(tools/make_tiny_model OUT makes a small one)"
-    )
-    if not path.is_dir():
-        raise ConfigError(f"model.path={config.model.path!r}: no such folder; {remedy}")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={config.model.path!r}: has no config.json; {remedy}")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path={config.model.path!r}: has no *.safetensors; {remedy}")
+    check_model_folder(Path(config.model.path))
 
 
 def check_data(config: Config) -> None:
@@ -89,6 +83,39 @@ def check_data(config: Config) -> None:
         ConfigError: with the remedy.
     """
     check_source(config.data)
+
+
+def check_reward(config: Config) -> None:
+    """Check that the reward's name is known, or the path of a function in a package that exists.
+
+    A function of one's own is not imported here: that runs its code, and may take long.
+
+    Raises:
+        ConfigError: unknown kind, no such package, a kind that does not fit the data.
+    """
+    kind = config.reward.kind
+    if kind == "reasoning_gym" and not config.data.train.startswith(REASONING_GYM):
+        raise ConfigError(
+            f"reward.kind={kind!r}: data.train={config.data.train!r} must be "
+            f"{REASONING_GYM}TASK; use math or exact for files"
+        )
+    if kind in KINDS:
+        return
+    parts = kind.replace(":", ".").split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"reward.kind={kind!r}: valid are {', '.join(KINDS)}, or package.module.function"
+        )
+    # Steps run with `python -m`, which looks into the submit folder first.
+    folders = ["", *sys.path]
+    if parts[0] not in sys.builtin_module_names and not PathFinder.find_spec(parts[0], folders):
+        raise ConfigError(
+            f"reward.kind={kind!r}: there is no package or module {parts[0]!r} in {Path.cwd()} "
+            "or among the installed ones"
+        )
+
+
+_CHECKS = (check_model, check_data, check_reward)
 
 
 def check_slurm(config: Config, plan: Plan) -> None:
