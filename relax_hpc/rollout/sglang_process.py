@@ -18,6 +18,7 @@ from pathlib import Path
 from relax_hpc.config import Config
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.log import kv
+from relax_hpc.rollout import sglang_shm
 
 if typing.TYPE_CHECKING:
     from relax_hpc.control.identity import Identity
@@ -122,16 +123,25 @@ class ServerProcess:
     process: asyncio.subprocess.Process
     port: int
     log_file: Path
+    shm_record: Path
+    """Names of its shared memory, for `kill` and for the next incarnation of the engine."""
 
     @classmethod
     async def spawn(
-        cls, arguments: dict[str, str], environment: dict[str, str], log_file: Path
+        cls,
+        arguments: dict[str, str],
+        environment: dict[str, str],
+        log_file: Path,
+        shm_record: Path,
     ) -> "ServerProcess":
         """Start a server on a free port; its output is appended to `log_file`.
+
+        What an older server, which is dead, left in shared memory is removed first.
 
         Call it from a thread that lives as long as the server: the kernel ends the server when the
         thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
         """
+        sglang_shm.remove(shm_record)
         port = free_port()
         command = [sys.executable, str(PLUGIN / "launch.py"), "--port", str(port)]
         for name, value in arguments.items():
@@ -147,7 +157,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         log.info("sglang server started %s", kv(pid=process.pid, port=port, log=log_file))
-        return cls(process, port, log_file)
+        return cls(process, port, log_file, shm_record)
 
     @property
     def url(self) -> str:
@@ -173,12 +183,22 @@ class ServerProcess:
             return f"(log {self.log_file} cannot be read: {err})"
         return "".join(lines).rstrip()
 
+    def note_shared_memory(self) -> None:
+        """Write down what it has mapped by now, for the case that it, or we, are killed."""
+        try:
+            sglang_shm.note(self.shm_record, self.process.pid)
+        except OSError as err:  # a full /dev/shm; the server will tell
+            log.warning("shared memory not noted %s", kv(record=self.shm_record, reason=err))
+
     async def kill(self, deadline_s: float = 20.0) -> None:
         """SIGKILL the server's process group and reap it; there is no state worth a goodbye.
+
+        Its shared memory is removed.
 
         Raises:
             EngineError: it is still there at the deadline (uninterruptible sleep of a driver).
         """
+        await asyncio.to_thread(self.note_shared_memory)
         with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
             os.killpg(self.process.pid, signal.SIGKILL)  # session leader: pid == group id
         try:
@@ -188,6 +208,7 @@ class ServerProcess:
                 f"sglang server pid {self.process.pid} survived SIGKILL for {deadline_s} s: "
                 "look at it with ps and dmesg, the node may need a reboot"
             ) from err
+        sglang_shm.remove(self.shm_record)
 
 
 def scratch_folder(owner: Path) -> Path:

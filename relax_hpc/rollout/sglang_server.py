@@ -183,7 +183,9 @@ class SglangEngine:
         name = f"sglang-{identity.index}.{identity.incarnation}.log"
         log_file = identity.run.logs(identity.attempt, "rollout") / name
         for number in range(1, START_TRIES + 1):
-            self._server = server = await ServerProcess.spawn(arguments, environment, log_file)
+            self._server = server = await ServerProcess.spawn(
+                arguments, environment, log_file, self._folder / "shared-memory"
+            )
             try:
                 await self._wait_until_up(server)
                 return
@@ -202,6 +204,7 @@ class SglangEngine:
                     raise EngineError(f"port {server.port} belongs to another server: {info}")
                 if not await self._generates():
                     raise EngineError(f"sglang server is up but generates nothing{_end_of(server)}")
+                await asyncio.to_thread(server.note_shared_memory)
         except TimeoutError as err:
             raise EngineError(
                 f"sglang server pid {server.process.pid} did not generate within {deadline_s} s "
@@ -214,6 +217,7 @@ class SglangEngine:
             with contextlib.suppress(aiohttp.ClientError, EngineError, TimeoutError):  # not up yet
                 return await self._request("GET", "/get_model_info", None, timeout_s=5.0)
             await asyncio.sleep(0.2)
+            await asyncio.to_thread(server.note_shared_memory)  # it may crash at its start
         raise EngineError(
             f"sglang server ended with code {server.process.returncode} while it started"
             f"{_end_of(server)}"

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.rollout import sglang_process, sglang_server
+from relax_hpc.rollout import sglang_process, sglang_server, sglang_shm
 from relax_hpc.rollout.sglang_process import ServerProcess, server_arguments, server_environment
 from tests.conformance import engines
 from tests.sglang.beds import config_of, identity_of
@@ -22,6 +23,12 @@ print("Ignore import error when loading x", flush=True)
 print("line", sys.argv, flush=True)
 if mode == "busy": sys.exit(print("OSError: [Errno 98] Address already in use") or 1)
 if mode == "crash": sys.exit(print("ValueError: no such thing") or 3)
+import mmap, pathlib
+for name in os.environ.get("STUB_SHM", "").split():
+    path = pathlib.Path("/dev/shm") / name
+    path.write_bytes(bytes(4096))
+    mapped = mmap.mmap(os.open(path, os.O_RDWR), 4096)
+    globals()["keep " + name] = mapped
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
 time.sleep(600)
@@ -66,11 +73,66 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got["RELAX_SGLANG_DEVICE"], got["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
 
 
+async def spawn(tmp_path: Path, **environment: str) -> ServerProcess:
+    return await ServerProcess.spawn(
+        {"a": "1", "flag": ""},
+        {**os.environ, **environment},
+        tmp_path / "l",
+        tmp_path / "shared-memory",
+    )
+
+
+async def wait_for_child(server: ServerProcess) -> None:
+    async with asyncio.timeout(30):
+        while "child" not in server.last_lines():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("end", ["kill", "crash", "next incarnation"])
+def test_shared_memory_of_a_dead_server_is_removed(stub: Any, tmp_path: Path, end: str) -> None:
+    stub("run")
+    names = [f"sglang_loads_{os.getpid()}_x.shm", f"sgl_shm_mq_{os.getpid()}_0"]
+    other = Path("/dev/shm") / f"sgl_shm_mq_{os.getpid()}_other"  # of somebody else's server
+    other.touch()
+
+    async def check() -> None:
+        server = await spawn(tmp_path, STUB_SHM=" ".join(names))
+        await wait_for_child(server)
+        if end != "kill":
+            server.note_shared_memory()
+            os.killpg(server.process.pid, signal.SIGKILL)
+            await server.process.wait()
+        assert all((Path("/dev/shm") / name).exists() for name in names)
+        if end == "next incarnation":
+            server = await spawn(tmp_path)
+        else:
+            await server.kill()
+        assert not any((Path("/dev/shm") / name).exists() for name in names)
+        assert other.exists()
+        await server.kill()
+        assert not (tmp_path / "shared-memory").exists()
+
+    try:
+        asyncio.run(check())
+    finally:
+        for name in (*names, other.name):
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def test_a_record_removes_nothing_else(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    record = tmp_path / "record"
+    record.write_text(f"{victim}\n/dev/shm/sgl_shm_mq/../{victim}\n\n")
+    sglang_shm.remove(record)
+    assert victim.exists() and not record.exists()
+
+
 def test_kill_takes_the_whole_group(stub: Any, tmp_path: Path) -> None:
     stub("run")
 
     async def check() -> None:
-        server = await ServerProcess.spawn({"a": "1", "flag": ""}, dict(os.environ), tmp_path / "l")
+        server = await spawn(tmp_path)
         async with asyncio.timeout(30):
             while "child" not in server.last_lines():
                 await asyncio.sleep(0.05)
