@@ -496,9 +496,20 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
     try:
-        node[parts[-1]] = tomllib.loads(f"v = {text.strip()}")["v"]
+        value = tomllib.loads(f"v = {text.strip()}")["v"]
     except tomllib.TOMLDecodeError:
-        node[parts[-1]] = text.strip()  # a bare word is a string, as in a shell
+        value = text.strip()  # a bare word is a string, as in a shell
+    is_text = _hint_of(parts) is str and not isinstance(value, str)
+    node[parts[-1]] = text.strip() if is_text else value  # run.name=inf is a name, no number
+
+
+def _hint_of(parts: list[str]) -> Any:
+    """Type of a key of Config, None for a key that does not exist."""
+    hint: Any = Config
+    for part in parts:
+        cls = _dataclass_of(hint)
+        hint = typing.get_type_hints(cls).get(part) if cls is not None else None
+    return hint
 
 
 def _refuse_unknown_keys(tree: dict[str, Any], cls: type, prefix: str) -> None:

@@ -47,6 +47,11 @@ def test_overrides_keep_types(recipe: Path) -> None:
     assert config.run.mode is Mode.ASYNC_ON_POLICY
 
 
+@pytest.mark.parametrize("text", ["inf", "nan", "7", "1e3", "true", "2024-01-01", '"7"'])
+def test_a_text_key_takes_any_word(recipe: Path, text: str) -> None:
+    assert load_recipe(recipe, [f"run.name={text}"]).run.name == text.strip('"')
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
