@@ -124,6 +124,13 @@ def _add_supervise(commands: Commands) -> None:
     parser.add_argument("--step-program", default="", help=argparse.SUPPRESS)
 
 
+def _at_least_1(text: str) -> int:
+    """Read a number for argparse, which names the option."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 1 or more")
+    return int(text)
+
+
 def _add_run_commands(commands: Commands) -> None:
     run = "run folder, its name in runs/, or job id"
     parser = _add(commands, "status", _status, "show steps, nodes, progress and the curve of a run")
@@ -133,7 +140,7 @@ def _add_run_commands(commands: Commands) -> None:
     parser.add_argument("run", help=run)
     parser.add_argument("role", nargs="?", default="", help="dcs, train, ref, logprob or rollout")
     parser.add_argument("--attempt", type=int, help="of the job; default: the newest")
-    parser.add_argument("--lines", type=int, default=20, help="of each file [20]")
+    parser.add_argument("--lines", type=_at_least_1, default=20, help="of each file [20]")
     _add_json(parser)
     parser = _add(commands, "cancel", _cancel, "end a run")
     parser.add_argument("run", help=run)
@@ -249,11 +256,27 @@ def _submit(args: argparse.Namespace) -> int:
         raise ConfigError("--steps belongs to --resume; a new run takes --set run.train_steps=N")
     config = load_recipe(find_recipe(args.recipe), args.overrides)
     if args.dry_run:
-        prepared = prepare(preflight.resolve_inputs(config))
-        sys.stdout.write(prepared.script or "\n".join(_plan_lines(prepared.plan)) + "\n")
-        return 0
+        resolved = preflight.resolve_inputs(config)
+        return _report_dry_run(resolved, prepare(resolved))
     executor = RelaxExecutor(config.run.folder, args.step_program)
     return _report_job(executor.submit(config), args)
+
+
+def _report_dry_run(config: Any, prepared: Any) -> int:
+    """Print what would be submitted; on stderr what was not done, and why it would be refused."""
+    from relax_hpc.launcher import preflight
+
+    sys.stdout.write(prepared.script or "\n".join(_plan_lines(prepared.plan)) + "\n")
+    if prepared.script:
+        files = f"{prepared.config_file} and {prepared.script_file}"
+        sys.stderr.write(f"relax-hpc submit: dry run: {files} were not written\n")
+    faults = preflight.missing_inputs(config)
+    unchecked = preflight.partition_faults(config, prepared.plan, faults)
+    if unchecked:
+        sys.stderr.write(f"relax-hpc submit: dry run: partitions were not checked ({unchecked})\n")
+    for fault in faults:
+        sys.stderr.write(f"relax-hpc submit: would be refused: {fault}\n")
+    return ConfigError.exit_code if faults else 0
 
 
 def _report_job(job: Any, args: argparse.Namespace) -> int:

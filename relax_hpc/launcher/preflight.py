@@ -118,6 +118,25 @@ def check_reward(config: Config) -> None:
 _CHECKS = (check_model, check_data, check_reward)
 
 
+def partition_faults(config: Config, plan: Plan, faults: list[str]) -> str:
+    """Add what is wrong with the partitions to `faults`; return why they could not be checked.
+
+    A dry run is also for a machine without Slurm: that alone is no fault of the recipe.
+    """
+    if config.resources.launcher is LauncherKind.LOCAL:
+        return ""
+    try:
+        slurm.require_slurm()
+        slurm.list_partitions()
+    except RelaxError as err:
+        return str(err)
+    try:
+        check_slurm(config, plan)
+    except RelaxError as err:
+        faults.append(str(err))
+    return ""
+
+
 def check_slurm(config: Config, plan: Plan) -> None:
     """Check that Slurm is here, where it is needed, and has the partitions.
 

@@ -178,6 +178,9 @@ class Supervisor:
                 f"{slot.name}: {cause} (wrong configuration or input), see {log}", _WRONG_USE
             )
             return
+        if self._is_work_over(slot):
+            _LOG.warning("step is not started again: its work is over %s", kv(step=slot.name))
+            return
         self._plan_restart(slot, f"{cause}, see {log}", now)
 
     def _record(self, slot: Slot, ended: StepExit, cause: str) -> None:
@@ -208,10 +211,29 @@ class Supervisor:
         slot.wait_until(now + delay)
         _LOG.warning(
             "step starts again %s",
-            kv(step=slot.name, in_s=delay, restart=slot.state.restarts, limit=slot.budget.limit),
+            kv(
+                step=slot.name,
+                in_s=delay,
+                restart=slot.budget.used,  # since the last progress: what the limit counts
+                limit=slot.budget.limit,
+                restarts_of_attempt=slot.state.restarts,
+            ),
         )
         if is_train:
             self._revive_producers(now)
+
+    def _is_work_over(self, slot: Slot) -> bool:
+        """Whether a failed step has nothing left to do: training is done, evaluations too.
+
+        The rollouts evaluate the last weights after the last train step. One that ended well says
+        that no evaluation is left.
+        """
+        train = next(s for s in self._slots if s.plan.role == "train")
+        if train.state.status is not StepStatus.ENDED or slot.plan.role in ("dcs", "train"):
+            return False
+        others = (s for s in self._slots if s is not slot and s.plan.role == "rollout")
+        is_evaluated = any(s.state.status is StepStatus.ENDED for s in others)
+        return slot.plan.role != "rollout" or not self._config.data.eval or is_evaluated
 
     def _revive_producers(self, now: float) -> None:
         """Start roles again that ended because all samples were made: train may need more."""

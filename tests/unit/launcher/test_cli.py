@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def assert_refused(folder: Path, arguments: list[str], says: str, **environment:
         (["submit", "recipe.toml", "--set", "run.init_from=runs/x@3"], "no exported weights"),
         (["submit", "recipe.toml", "--set", "run.init_from=a@\u00b2"], "write RUN_FOLDER@STEP"),
         (["submit", "recipe.toml", "--set", "data.train=garbage.jsonl"], "not UTF-8 text"),
+        (["submit", "recipe.toml", "--dry-run", "--set", "run.init_from=a"], "RUN_FOLDER@STEP"),
         (["submit"], "give a recipe or --resume RUN"),
         (["submit", "recipe.toml", "--steps", "3"], "--steps belongs to --resume"),
         (["submit", "--resume", "runs/none-1"], "there are no runs in runs/"),
@@ -99,6 +101,41 @@ def test_dry_run_prints_the_script_and_writes_nothing(recipe: Path) -> None:
     assert "#SBATCH hetjob" in one.stdout
     assert "supervise --config" in one.stdout
     assert sorted(recipe.parent.iterdir()) == before
+
+
+def test_dry_run_says_what_a_submission_would_refuse(recipe: Path) -> None:
+    arguments = ["--dry-run", "--set", "data.train=gone.jsonl", "--set", "reward.kind=foo"]
+    done = relax("submit", "recipe.toml", *arguments, cwd=recipe.parent, PATH="/nowhere")
+    assert done.returncode == 2
+    assert "#SBATCH hetjob" in done.stdout
+    files, partitions, *faults = done.stderr.splitlines()
+    assert re.search(r"headline-\w+\.json and .*headline-\w+\.sh were not written$", files)
+    assert "partitions were not checked (no Slurm" in partitions
+    assert ["would be refused: data.train=" in line for line in faults] == [True, False]
+    assert "would be refused: reward.kind='foo'" in faults[1]
+    good = relax("submit", "recipe.toml", "--dry-run", cwd=recipe.parent, PATH="/nowhere")
+    assert (good.returncode, len(good.stderr.splitlines())) == (0, 2)
+
+
+def test_dry_run_asks_for_the_partitions(recipe: Path) -> None:
+    folder = recipe.parent / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol"):
+        (folder / name).write_text("#!/bin/sh\necho PartitionName=train AllocNodes=ALL State=UP\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    arguments = ["submit", "recipe.toml", "--dry-run"]
+    done = relax(*arguments, cwd=recipe.parent, PATH=path, SLURM_CONF="")
+    assert done.returncode == 2
+    assert "would be refused: partition 'rollout' does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("number", ["-5", "0", "x", "\u00b2"])
+def test_logs_refuses_a_strange_number_of_lines(tmp_path: Path, number: str) -> None:
+    done = relax("logs", "x", f"--lines={number}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--lines" in done.stderr
+    assert "must be a number, 1 or more" in done.stderr
 
 
 def test_render_keeps_overrides(recipe: Path) -> None:

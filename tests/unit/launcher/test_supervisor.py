@@ -46,8 +46,9 @@ class Handle:
 class World:
     """A supervisor and all that it sees, by the clock of the test."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, evaluates: bool = False) -> None:
         self.now = 1000.0
+        self.checkpoint = -1
         self.silent_since: dict[str, float] = {}
         self.left: set[str] = set()
         self.handles: dict[str, Handle] = {}
@@ -65,13 +66,13 @@ class World:
             self.slots.append(Slot(plan=step, nodes=nodes, state=state, budget=budget))
         self.supervisor = Supervisor(
             folder=folder,
-            config=CONFIG,
+            config=config_of(SMALL, data__eval="e.jsonl") if evaluates else CONFIG,
             state=self.state,
             slots=self.slots,
             backend=self,
             members=self,
             make_launch=self._launch,
-            newest_checkpoint=lambda: -1,
+            newest_checkpoint=lambda: self.checkpoint,
         )
         self.supervisor._last_tick = self.supervisor._awake_since = self.now
         self.supervisor._progress_at = self.now
@@ -148,6 +149,52 @@ def test_a_silent_member_is_found_after_one_heartbeat_timeout(world: World) -> N
     assert not world.state.history
     world.run_for(10)
     assert [h.cause for h in world.state.history] == ["rank [0] gave no sign of life within 60 s"]
+
+
+def end_training(world: World) -> None:
+    world.handles["train-0"].end(0)
+    world.run_for(4)
+    assert world.slot("train-0").state.status is StepStatus.ENDED
+
+
+def test_a_rollout_that_is_silent_after_training_is_not_started_again(world: World) -> None:
+    end_training(world)
+    world.silent_since["rollout-0-0"] = world.now
+    world.run_for(80)
+    assert world.slot("rollout-0").state.status is StepStatus.ENDED
+    assert world.state.incarnations["rollout-0"] == 1
+    world.handles["rollout-1"].end(0)
+    world.run_for(10)
+    outcome = world.supervisor.outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.exit_code) == ("done", 0)
+
+
+def test_a_rollout_may_be_needed_for_the_last_evaluation(tmp_path: Path) -> None:
+    world = World(open_run_folder(tmp_path / "run-2"), evaluates=True)
+    world.run_for(20)
+    end_training(world)
+    world.handles["rollout-0"].end(1, "rank 0 ended with exit code 1")
+    world.run_for(10)
+    assert world.state.incarnations["rollout-0"] == 2  # nobody has evaluated yet
+    world.handles["rollout-1"].end(0)
+    world.run_for(4)
+    world.handles["rollout-0"].end(1, "rank 0 ended with exit code 1")
+    world.run_for(10)
+    assert world.state.incarnations["rollout-0"] == 2  # rollout-1 ended well: it is done
+    assert world.supervisor.outcome is not None
+
+
+def test_the_log_counts_restarts_as_the_limit_does(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for checkpoint in (1, 2, 3):
+        world.checkpoint = checkpoint
+        world.handles["train-0"].end(1, "rank 0 ended with exit code 1")
+        world.run_for(10)
+    told = [r.getMessage() for r in caplog.records if "step starts again" in r.getMessage()]
+    assert ["restart=1 limit=3" in line for line in told] == [True] * 3
+    assert "restarts_of_attempt=3" in told[-1]
 
 
 def test_the_silent_rank_of_several_is_named(world: World) -> None:
