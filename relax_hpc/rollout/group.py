@@ -18,6 +18,9 @@ from relax_hpc.records import Completion, FinishReason, Prompt, PromptSlot, Rewa
 from relax_hpc.rewards.reward import RewardFunction
 from relax_hpc.rollout.engine import Engine, GenerateRequest
 
+EMPTY = "empty_response"
+"""Reason of a group in which an engine returned no token for a sample."""
+
 
 class Prompts(typing.Protocol):
     """An indexable set of prompts: `data.PromptSet`, or a list."""
@@ -135,6 +138,9 @@ class GroupMaker:
         )
         if any(c.finish_reason is FinishReason.ABORT for c in completions):
             return GroupResult(verdict=Verdict.RETURN, reason="aborted", completions=completions)
+        if not all(c.token_ids for c in completions):
+            # Nothing to train on in such a sample, and a group without it has another baseline.
+            return GroupResult(verdict=Verdict.DROP, reason=EMPTY, completions=completions)
         rewards = await self.score(prompt, completions)
         drop = self._reason_to_drop(rewards)
         return GroupResult(

@@ -44,7 +44,7 @@ from relax_hpc.records import PromptSlot, Sample
 from relax_hpc.rollout.engine import Engine
 from relax_hpc.rollout.evaluation import evaluate
 from relax_hpc.rollout.group import GroupMaker, GroupResult, Prompts, Verdict
-from relax_hpc.rollout.tally import Tally
+from relax_hpc.rollout.tally import DropStreak, Tally
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ _MAX_PROMPT_FAILURES = 3
 be dispatched for ever."""
 _MAX_FAILURES_IN_A_ROW = 16
 """Groups in a row that fail to generate before the step gives up and is restarted."""
+TALLY_S = 30.0
+"""Between two looks at the counts, in log, metrics and progress: also when no weights come."""
+UNWANTED = "unwanted"
+"""Reason of a group that was finished too late: the queue had dispatched its prompt again."""
 _MAX_WEIGHT_FAILURES = 10
 """Updates in a row that fail (version vanished, engine refused) before the step gives up."""
 
@@ -172,6 +176,7 @@ class RolloutLoop:
         self._config, self._parts = config, parts
         self._max_groups = max_groups(config)
         self._tally = Tally()
+        self._drop_streak = DropStreak(max(64, 4 * config.rollout.groups_per_step))
         self._version: VersionId | None = None
         self._version_changed = asyncio.Event()
         self._is_done = False
@@ -194,14 +199,15 @@ class RolloutLoop:
             await self._load_first()
             admission = asyncio.create_task(self._keep_full())
             weights = asyncio.create_task(self._follow_weights())
+            tally = asyncio.create_task(self._tell_regularly())
             try:
-                # The weights loop ends when the run does, the other two only by failing.
-                ends = [weights, admission, self._group_failure]
+                # The weights loop ends when the run does, the other three only by failing.
+                ends = [weights, admission, tally, self._group_failure]
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for end in done:
                     end.result()
             finally:
-                await _cancel([admission, weights, *self._groups])
+                await _cancel([admission, weights, tally, *self._groups])
             self._log_tally()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -369,10 +375,10 @@ class RolloutLoop:
         except EngineError as err:
             result = self._failed(slot, err)
         if not await self._hand_in(slot, result):
-            result = dataclasses.replace(
-                result, verdict=Verdict.DROP, reason="unwanted", samples=[]
-            )
+            result = dataclasses.replace(result, verdict=Verdict.DROP, reason=UNWANTED, samples=[])
         self._tally.add(result)
+        if result.reason != UNWANTED and (warning := self._drop_streak.add(result)):
+            log.warning("%s", warning)
         self._report()
         if result.reason == GENERATION_FAILED and not await self._parts.engine.healthy():
             raise EngineError(f"the engine is gone: {result.detail}")
@@ -416,9 +422,25 @@ class RolloutLoop:
             tokens=self._tally.num_tokens,
             groups=self._tally.num_groups,
             running=len(self._groups),
+            # For the supervisor's sentence when no train step completes.
+            dropped=self._tally.describe_drops(),
         )
 
+    async def _tell_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(TALLY_S)
+            self._log_tally()
+
     def _log_tally(self) -> None:
+        log.info(
+            "groups so far %s",
+            kv(
+                version=self._parts.engine.version,
+                put=self._tally.num_groups,
+                running=len(self._groups),
+                dropped=self._tally.describe_drops() or "none",
+            ),
+        )
         metrics = self._tally.take()
         if metrics:
             self._parts.metrics.log(self._parts.engine.version, metrics)

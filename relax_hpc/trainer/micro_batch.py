@@ -14,6 +14,7 @@ import typing
 import numpy as np
 import torch
 
+from relax_hpc.errors import TransferError
 from relax_hpc.records import Row
 from relax_hpc.trainer.packed_attention import PackedBatch, pack
 
@@ -103,6 +104,9 @@ def build_micro_batch(
         fields: response fields to carry along; every row must have them.
         align: T is padded to a multiple of it (sequence parallelism: the tensor parallel size).
         device: where the model runs.
+
+    Raises:
+        TransferError: a row has no prompt or no response.
     """
     lengths = [rows[index].num_tokens for index in indices]
     total = sum(lengths)
@@ -143,9 +147,9 @@ def _fill(row: Row, index: int, start: int, host: dict[str, np.ndarray]) -> Resp
     tokens = row.fields["tokens"]
     size = row.num_tokens - row.num_prompt_tokens
     if row.num_prompt_tokens < 1 or size < 1:
-        raise ValueError(
+        raise TransferError(
             f"row {row.uid}/{row.sample_index}: {row.num_prompt_tokens} prompt and {size} response "
-            "tokens; both must be at least 1"
+            "tokens, both must be at least 1: a rollout step must drop such a group, see its log"
         )
     host["tokens"][start : start + len(tokens)] = tokens
     host["targets"][start : start + len(tokens) - 1] = tokens[1:]

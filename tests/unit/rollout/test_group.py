@@ -60,7 +60,7 @@ class Scripted:
             token_ids=tokens,
             logprobs=[-float(i) for i in range(len(tokens))],
             token_versions=[4] * len(tokens),
-            finish_reason=FinishReason.STOP if tokens[-1] == 25 else FinishReason.LENGTH,
+            finish_reason=FinishReason.LENGTH if tokens[-1:] != [25] else FinishReason.STOP,
         )
 
 
@@ -106,6 +106,15 @@ def test_stop_strings_cut_where_they_complete(text: str, kept: str, reason: Fini
         assert Letters().decode(completion.token_ids) == kept
         assert completion.finish_reason is reason
         assert len(completion.logprobs) == len(completion.token_versions) == len(kept)
+
+
+def test_a_group_with_an_empty_response_is_dropped() -> None:
+    async def unasked(prompt: Prompt, text: str, reason: FinishReason) -> RewardResult:
+        raise AssertionError("not scored")
+
+    result = asyncio.run(make_maker(Scripted("abc", ""), unasked).make(SLOT, PROMPT))
+    assert (result.verdict, result.reason) == (Verdict.DROP, "empty_response")
+    assert not result.samples
 
 
 def test_overlong_punishment_is_in_the_reward_and_not_in_the_accuracy() -> None:

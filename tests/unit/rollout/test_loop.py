@@ -429,6 +429,39 @@ def test_a_released_evaluation_is_taken_over() -> None:
     assert [step for step, m in world.service.metrics if "eval/accuracy" in m] == [6]
 
 
+def test_a_run_that_drops_everything_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamic sampling on a model that is never right: no weights, no step, but words."""
+    monkeypatch.setattr(loop_module, "TALLY_S", 0.05)
+    caplog.set_level("INFO")
+    world = make_world()
+
+    async def wrong(prompt: Prompt, text: str, reason: FinishReason) -> RewardResult:
+        return RewardResult(-1.0, 0.0)
+
+    world.reward = wrong
+
+    async def scenario() -> None:
+        running = asyncio.create_task(world.run())
+        async with asyncio.timeout(25):
+            while "groups were all dropped" not in caplog.text:
+                await asyncio.sleep(0.01)
+            while not any("rollout/accuracy_mean" in m for _, m in world.service.metrics):
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert "the last 64 groups were all dropped (uninformative: 64; mean accuracy 0.000)" in (
+        caplog.text
+    )
+    assert "groups so far version=0 put=0" in caplog.text
+    assert world.service.progress["dropped"].startswith("uninformative:")
+    counts = [m.get("rollout/groups_drop_uninformative_sum", 0) for _, m in world.service.metrics]
+    assert sum(counts) > 0
+
+
 def test_failed_groups_go_back_with_a_reason() -> None:
     world = make_world()
     world.engine.fail = lambda r: r.request_id in ("0.1.1/2", "0.3.1/0")

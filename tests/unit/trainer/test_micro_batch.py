@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.errors import TransferError
 from relax_hpc.records import FinishReason, Row
 from relax_hpc.trainer.megatron_compat import import_megatron
 from relax_hpc.trainer.row_exchange import decode_rows, encode_rows
@@ -42,6 +43,13 @@ def build(rows: list[Row], indices: list[int], align: int = 1) -> MicroBatch:
     advantages = np.arange(10.0, 10.0 + len(rows))
     fields = (TokenField(name="rollout_logprobs"),)
     return build_micro_batch(rows, indices, {"advantages": advantages}, fields, align, CPU)
+
+
+@pytest.mark.parametrize("num_prompt", [0, 2])
+def test_a_row_without_prompt_or_response_is_named(num_prompt: int) -> None:
+    bad = row([10, 11], num_prompt, [1] * (2 - num_prompt), uid="0.7.1")
+    with pytest.raises(TransferError, match=rf"row 0\.7\.1/0: {num_prompt} prompt and"):
+        build([bad], [0])
 
 
 def test_targets_never_come_from_the_neighbour() -> None:
