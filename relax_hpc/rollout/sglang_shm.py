@@ -3,7 +3,8 @@
 SGLang (0.5.23) names its segments at random (`sglang_loads_RANDOM_*.shm`, 16 KB) or after a process
 (`sgl_shm_KIND_PID_*`, 25 MB each), so no name follows from the run. A segment belongs to a server
 iff a process of the server's session has it mapped: the names are noted while it lives, in a file
-that the next incarnation of the engine finds, and unlinked once all of its processes are dead.
+that the next incarnation of the engine (or the dcs step at the end of the run) finds, and unlinked
+once all of its processes are dead.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from relax_hpc.runfolder import write_atomic
 
 log = logging.getLogger(__name__)
 
+RECORDS = "sglang-*/shared-memory"
+"""Where the records of a node's engines lie in the run's folder in shm."""
 _MAPPED = re.compile(r" (/dev/shm/(?:sglang_loads_|sgl_shm_)[\w.-]+)$", re.MULTILINE)
 _NAME = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_)[\w.-]+")
 

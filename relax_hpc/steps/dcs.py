@@ -41,6 +41,7 @@ from relax_hpc.dcs.coordinator import WeightCoordinator
 from relax_hpc.dcs.keeper import WeightKeeper
 from relax_hpc.errors import ControlError, DeadlineError, StaleIncarnationError
 from relax_hpc.log import kv, setup_logging
+from relax_hpc.rollout import sglang_shm
 from relax_hpc.steps.ending import run_step
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.agent import NodeAgent, reap_dead_runs
@@ -212,12 +213,19 @@ class DcsTask:
             is_orderly = self._agree()
         finally:
             self._keeper.stop()
+            if is_orderly:
+                self._remove_engines_memory()
             self._agent.close(remove=is_orderly)
             if is_orderly:  # else the next incarnation replaces us, or control is gone
                 self._leave()
             _stop_services(self._services)
         _log.info("dcs task ends %s", kv(orderly=is_orderly))
         return 0 if is_orderly else _TERMINATED
+
+    def _remove_engines_memory(self) -> None:
+        """Remove what engines that were killed left outside of this run's folder in shm."""
+        for record in self._identity.run.shm(self._identity.node).glob(sglang_shm.RECORDS):
+            sglang_shm.remove(record)
 
     def _join(self) -> bool:
         """Register; False when SIGTERM came first. Looks at the services between short tries."""

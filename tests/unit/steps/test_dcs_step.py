@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -160,6 +161,11 @@ def test_publish_kill_restart_fetch_and_clean_end(folder, start):
     assert all(folder.shm(node).is_dir() for node in NODES), "the next incarnation needs it"
 
     second = start(2)
+    left = Path("/dev/shm") / f"sgl_shm_mq_{os.getpid()}_left"  # by an engine that was killed
+    left.touch()
+    record = folder.shm("n02") / "sglang-0" / "shared-memory"
+    record.parent.mkdir()
+    record.write_text(f"{left}\n")
     check_fetch(folder, 3)
     publish(folder, 4)
     check_fetch(folder, 4)
@@ -167,6 +173,7 @@ def test_publish_kill_restart_fetch_and_clean_end(folder, start):
         task.terminate()
     assert second.wait() == [0, 0], second.log.read_text()
     assert not [node for node in NODES if folder.shm(node).exists()]
+    assert not left.exists()
     assert not list(folder.control.glob("*.addr")), second.log.read_text()
 
 
