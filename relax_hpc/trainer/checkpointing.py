@@ -39,7 +39,20 @@ class CheckpointKeeper:
         return self._damaged
 
     def save(self, step: int, with_hf: bool) -> Path:
-        """Write `step_N` and remove the oldest; returns its folder."""
+        """Write `step_N` and remove the oldest; returns its folder.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder cannot be written.
+        """
+        try:
+            return self._save(step, with_hf)
+        except OSError as err:
+            raise CheckpointError(
+                f"checkpoint of step {step} cannot be written to {self._checkpoints} "
+                f"({err.strerror}); free space or quota there"
+            ) from err
+
+    def _save(self, step: int, with_hf: bool) -> Path:
         place, backend = self._backend.place, self._backend
         folder = checkpoint.temporary_path_of(self._checkpoints, step)
         if place.global_rank == 0:

@@ -246,10 +246,10 @@ def open_hf_folder(folder: Path) -> Iterator[ReadBox]:
     A missing `lm_head.weight` is an error of the folder, tied models never ask for it.
 
     Raises:
-        ConfigError: no safetensors in the folder; on reading, a tensor that is missing or has
-            another shape.
+        ConfigError: no safetensors in the folder, or one is damaged; on reading, a tensor that is
+            missing or has another shape.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -257,7 +257,12 @@ def open_hf_folder(folder: Path) -> Iterator[ReadBox]:
     with contextlib.ExitStack() as stack:
         where: dict[str, typing.Any] = {}
         for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as err:
+                raise ConfigError(
+                    f"model.path={folder}: {path.name} cannot be read ({err}); copy it again"
+                ) from err
             where |= dict.fromkeys(file.keys(), file)
 
         def read(box: Box) -> torch.Tensor:

@@ -58,12 +58,19 @@ def read_model_shape(folder: Path) -> ModelShape:
     path = folder / "config.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as err:
+    except (OSError, ValueError) as err:  # ValueError: no JSON, no UTF-8
         raise ConfigError(
             f"model.path={folder}: {path} cannot be read ({err}); "
             "point model.path at a folder in Hugging Face format"
         ) from err
-    return shape_from_tree(tree, where=str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"model.path={folder}: {path} holds {type(tree).__name__}, not an object")
+    try:
+        return shape_from_tree(tree, where=str(path))
+    except (KeyError, TypeError, ValueError) as err:
+        raise ConfigError(
+            f"model.path={folder}: {path} lacks a key or has a wrong value ({err!r})"
+        ) from err
 
 
 def shape_from_tree(tree: dict[str, typing.Any], where: str) -> ModelShape:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.trainer.hf_weights import canonical_specs, check_parallel, padded_vocab_size
+from relax_hpc.trainer.hf_weights import (
+    canonical_specs,
+    check_parallel,
+    open_hf_folder,
+    padded_vocab_size,
+)
 from relax_hpc.trainer.model_config import read_model_shape
 
 LLAMA: dict[str, Any] = {
@@ -72,6 +77,23 @@ def test_missing_or_broken_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.path"):
         read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{nope", b"\xff\xfe", b'{"model_type": "qwen3"}'])
+def test_garbage_is_one_sentence(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.path=.*config\.json"):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x10\0\0\0\0\0\0\0{nope"])
+def test_damaged_safetensors_are_one_sentence(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with (
+        pytest.raises(ConfigError, match=r"model\.path=.*model\.safetensors cannot be read"),
+        open_hf_folder(tmp_path),
+    ):
+        pass
 
 
 def test_parallel_sizes(tmp_path: Path) -> None:
