@@ -7,6 +7,8 @@ RUN/secret/                mode 0700: CURVE keys of the control plane, engine AP
 RUN/control/               published addresses, one file per service (`NAME.addr`)
 RUN/journal/               queue and registry journals
 RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
+                           INDEX-iK-rankR.cause: why that task ended, one sentence
+RUN/.lock                  held (flock) while a supervisor decides whether it may go on
 RUN/metrics/               ROLE.jsonl, TensorBoard events
 RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """
