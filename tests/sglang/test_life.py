@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from relax_hpc.errors import EngineError
-from relax_hpc.rollout import sglang_weights
+from relax_hpc.rollout import sglang_shm, sglang_weights
 from relax_hpc.rollout.sglang_server import SglangEngine
 from relax_hpc.runfolder import RunFolder
 from tests.conformance import engines
@@ -75,13 +75,19 @@ def wait_until_gone(processes: list[psutil.Process], deadline_s: float = 60.0) -
         time.sleep(0.1)
 
 
-def test_nothing_outlives_a_killed_owner(owner: subprocess.Popen[str]) -> None:
+def test_nothing_outlives_a_killed_owner(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     assert owner.stdout is not None
     server = psutil.Process(int(owner.stdout.readline()))
     processes = [server, *server.children(recursive=True)]
     assert len(processes) >= 3  # main, scheduler, detokenizer
     owner.send_signal(signal.SIGKILL)
     wait_until_gone(processes)
+    (run,) = tmp_path.glob("sgl-*")
+    (record,) = RunFolder(run).shm("n01").glob(sglang_shm.RECORDS)
+    segments = [Path(line) for line in record.read_text().splitlines()]
+    assert segments and all(path.exists() for path in segments)
+    sglang_shm.remove(record)  # as the next incarnation does, or the dcs step at the end
+    assert not any(path.exists() for path in segments)
 
 
 def status_of(url: str, key: str = "") -> int:
@@ -113,11 +119,14 @@ def check_the_key(engine: SglangEngine, folder: Path) -> None:
 def test_key_then_a_server_that_dies(tmp_path: Path, model: Path) -> None:
     """Running requests fail with the cause, and the engine says that it is not healthy."""
     bed = bed_of(tmp_path, model)
+    segments: set[str] = set()
 
     async def check(bed: engines.EngineBed) -> None:
         engine = bed.engine
         assert isinstance(engine, SglangEngine)
         await bed.serve(0)
+        assert engine.server_pid is not None
+        segments.update(sglang_shm.mapped_by(engine.server_pid))
         await asyncio.to_thread(check_the_key, engine, tmp_path)
         assert await engine.healthy()
         running = asyncio.create_task(bed.generate(engines.prompt(5), max_new_tokens=900))
@@ -137,6 +146,7 @@ def test_key_then_a_server_that_dies(tmp_path: Path, model: Path) -> None:
     finally:
         bed.close()
     assert not list(tmp_path.glob("sgl-1/**/*.safetensors"))
+    assert segments and not any(Path(path).exists() for path in segments)
 
 
 def test_damaged_weights_break_the_engine(
