@@ -1,0 +1,1 @@
+"""Parsers: one small function per message family; each turns lines into events."""
