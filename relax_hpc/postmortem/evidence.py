@@ -1,6 +1,6 @@
 """What parsers find and what the diagnosis works on: events with their provenance. Torch-free.
 
-    files -> collect (lines) -> parse/* (events) -> timeline (order) -> diagnose (findings) -> verdict
+    files -> collect (lines) -> parse/* (events) -> timeline -> diagnose (findings) -> verdict
 
 An event is one statement of one process or daemon. Numbers keep the meaning of their source:
 `rank` is global, `group_rank` counts inside a process group, `seq` belongs to one process group.
