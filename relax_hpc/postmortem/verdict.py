@@ -56,6 +56,28 @@ class Verdict(msgspec.Struct, kw_only=True):
     next_steps: list[str] = []
 
 
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of one lane of the picture (HTML); see picture.py."""
+
+    rank: int | None = None
+    node: str = ""
+    time: float | None = None
+    """Unix time; None: the line had no stamp, its place among the others is the order."""
+    kind: str
+    """An EventKind."""
+    label: str
+    """`file:line text`, shortened."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """One arrow of the picture: global rank `rank` waited for `on`."""
+
+    rank: int
+    on: int
+    why: str = ""
+    """Operation, number, group."""
+
+
 class Report(msgspec.Struct, kw_only=True):
     """The whole `--json` document."""
 
@@ -69,5 +91,8 @@ class Report(msgspec.Struct, kw_only=True):
     num_lines: int = 0
     num_events: int = 0
     ranks_seen: list[int] = []
+    marks: list[Mark] = []
+    """What happened when and where, thinned out; empty unless someone draws it."""
+    waits: list[Wait] = []
     notes: list[str] = []
     """Files that could not be read, truncated dumps, clock skew applied."""
