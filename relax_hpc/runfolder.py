@@ -7,6 +7,7 @@ RUN/secret/                mode 0700: CURVE keys of the control plane, engine AP
 RUN/control/               published addresses, one file per service (`NAME.addr`)
 RUN/journal/               queue and registry journals
 RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
+RUN/postmortem/            one page per step that died: what its logs say about the cause
 RUN/metrics/               ROLE.jsonl, TensorBoard events
 RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """

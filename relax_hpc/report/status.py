@@ -44,7 +44,8 @@ def _head(state: RunState) -> list[str]:
         f"{state.status.value}  train step {state.train_step} of {state.train_steps}  "
         f"attempt {state.attempt}  {where}  since {started}",
     ]
-    return [*lines, f"cause: {state.cause}"] if state.cause else lines
+    lines += [f"cause: {state.cause}"] if state.cause else []
+    return [*lines, f"post-mortem: {state.verdict}"] if state.verdict else lines
 
 
 def _row(step: StepState) -> tuple[str, ...]:
