@@ -11,7 +11,7 @@ import enum
 import msgspec
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class Source(msgspec.Struct, frozen=True):
     """Where an event was read: file, line (1-based; 0 = binary), text as it stands there."""
 
     file: str

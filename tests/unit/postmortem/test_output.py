@@ -203,6 +203,13 @@ def test_json_holds_no_infinity() -> None:
     assert json.loads(report_json(report))["findings"][0]["time"] is None
 
 
+def test_json_has_the_fields_that_scripts_read() -> None:
+    verdict = json.loads(report_json(report_of()))["verdict"]
+    assert verdict["class"] == "missing-rank"
+    assert verdict["evidence"][0] == {"file": "rank0.log", "line": 7, "text": "no line of rank 3"}
+    assert verdict["alternatives"][0]["class"] == "network"
+
+
 def test_arguments() -> None:
     from relax_hpc.postmortem.command import add_arguments
 
