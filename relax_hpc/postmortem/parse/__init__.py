@@ -1,1 +1,1 @@
-"""Parsers: one small function per message family; each turns lines into events."""
+"""Parsers: one family of messages per module, each a small function on records."""

@@ -1,0 +1,306 @@
+"""Find and read what a dead job left: files, folders, run folders, stdin, .gz and .zst.
+
+A file is read in blocks. Lines without any literal that some parser looks for are only counted;
+around the others a window of lines is kept, so memory and time follow the number of messages, not
+the size of the logs.
+"""
+
+import codecs
+import contextlib
+import datetime
+import gzip
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from relax_hpc.postmortem.parse.record import Record, rank_of_file, records, wrap_width
+
+BLOCK_BYTES = 4 << 20
+SMALL_BYTES = 256 << 10
+"""A file (or pipe) up to this size is one window: all its lines are context."""
+
+MAX_WINDOW_LINES = 200_000
+"""Lines per file that parsers may see; a log that has more repeats itself."""
+
+_BEFORE, _AFTER = 3, 48
+_DUMP_NAME = re.compile(r"nccl_trace|flight_?rec|fr_trace|trace_rank|comm_lib_trace", re.IGNORECASE)
+_BINARY = frozenset(
+    ".pt .pth .bin .safetensors .npz .npy .h5 .hdf5 .png .jpg .gz2 .so .a .o .pyc .whl .zip .tar"
+    " .parquet .arrow .distcp .key .html .svg .tfevents".split()
+)
+_SKIPPED_FOLDERS = frozenset({"secret", "checkpoints", "__pycache__", ".git", "node_modules"})
+_JSON_DUMP = re.compile(rb'"(?:pg_config|pg_status|comm_lib_version|nccl_version)"')
+
+
+class Corpus(msgspec.Struct, kw_only=True):
+    """What there is to read. `logs` and `dumps` are paths; `-` is standard input."""
+
+    logs: list[str] = []
+    dumps: list[str] = []
+    """Flight-recorder dumps, by name or by their first bytes."""
+    notes: list[str] = []
+    """What was skipped and why."""
+    num_bytes: int = 0
+
+
+class Window(msgspec.Struct):
+    """Consecutive lines of one file as records; several windows of a file do not touch."""
+
+    file: str
+    records: list[Record]
+
+
+class ReadStatus(msgspec.Struct):
+    """Filled while windows are read."""
+
+    num_lines: int = 0
+    notes: list[str] = []
+
+
+def read(paths: Iterable[str]) -> Corpus:
+    """List the files below `paths`. Missing ones become notes.
+
+    Raises:
+        FileNotFoundError: none of the paths exists.
+    """
+    corpus = Corpus()
+    seen: set[str] = set()
+    asked = 0
+    for given in paths:
+        asked += 1
+        if given == "-":
+            corpus.logs.append("-")
+            continue
+        path = Path(given)
+        if not path.exists():
+            corpus.notes.append(f"{given}: no such file or folder")
+            continue
+        for file in sorted(_walk(path)) if path.is_dir() else [path]:
+            real = os.path.realpath(file)
+            if real not in seen:
+                seen.add(real)
+                _sort_in(corpus, file)
+    if asked and not corpus.logs and not corpus.dumps and len(corpus.notes) >= asked:
+        raise FileNotFoundError(corpus.notes[0])
+    return corpus
+
+
+def file_ranks(logs: Sequence[str]) -> dict[str, int]:
+    """Ranks that file names tell. A single file with such a name proves nothing: it may be about
+    that rank; files of one pattern with different numbers are one file per rank."""
+    found = {log: rank for log in logs if (rank := rank_of_file(log)) is not None}
+    return found if len(set(found.values())) > 1 else {}
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
+        for name in names:
+            file = Path(root) / name
+            if file.suffix.lower() not in _BINARY and file.is_file():
+                yield file
+
+
+def _sort_in(corpus: Corpus, file: Path) -> None:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(4096)
+    except OSError as err:
+        corpus.notes.append(f"{file}: {err.strerror}")
+        return
+    corpus.num_bytes += size
+    if is_dump(file.name, head):
+        corpus.dumps.append(str(file))
+    elif size == 0:
+        corpus.notes.append(f"{file}: empty")
+    elif _is_binary(head) and file.suffix not in (".gz", ".zst"):
+        corpus.notes.append(f"{file}: binary, not read")
+    else:
+        corpus.logs.append(str(file))
+
+
+def is_dump(name: str, head: bytes) -> bool:
+    """Whether this is a flight-recorder dump: pickle or JSON; an empty one is known by its name."""
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return True
+    if head.lstrip()[:1] == b"{" and _JSON_DUMP.search(head):
+        return True
+    return not head and bool(_DUMP_NAME.search(name))
+
+
+def _is_binary(head: bytes) -> bool:
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return False
+    odd = sum(head.count(byte) for byte in (0, 1, 2, 3, 4, 5, 6))
+    # Torn writes leave runs of zeros in logs of parallel file systems; those files are still text.
+    return odd > len(head) * 0.3
+
+
+# --------------------------------------------------------------------------------------------
+# Blocks and windows
+# --------------------------------------------------------------------------------------------
+
+
+def windows(
+    path: str, literals: Sequence[str], status: ReadStatus, rank: int | None = None
+) -> Iterator[Window]:
+    """Read one log and yield the neighbourhoods of lines that hold one of `literals`."""
+    name = "<stdin>" if path == "-" else path
+    year = _year(path)
+    wanted = matcher(literals)
+    kept = 0
+    try:
+        with _open(path) as stream:
+            for lines in _spans(_blocks(stream), wanted, status):
+                kept += len(lines)
+                width = wrap_width([text for _, text in lines])
+                yield Window(name, list(records(name, lines, year, width, rank)))
+                if kept > MAX_WINDOW_LINES:
+                    status.notes.append(f"{name}: more than {MAX_WINDOW_LINES} lines of messages")
+                    break
+    except (OSError, EOFError, ValueError, ImportError) as err:
+        status.notes.append(f"{name}: read up to line {status.num_lines}: {err}")
+
+
+def matcher(literals: Sequence[str]) -> re.Pattern[bytes]:
+    """One expression that finds any of the literals in bytes."""
+    return re.compile(b"|".join(re.escape(text.encode()) for text in sorted(set(literals))))
+
+
+def _year(path: str) -> int:
+    """glog stamps have no year: take the one in which the file was written."""
+    try:
+        when = Path(path).stat().st_mtime if path != "-" else None
+    except OSError:
+        when = None
+    now = datetime.datetime.now(datetime.UTC)
+    return now.year if when is None else datetime.datetime.fromtimestamp(when, datetime.UTC).year
+
+
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    if path == "-":
+        yield sys.stdin.buffer
+        return
+    with Path(path).open("rb") as raw:
+        magic = raw.read(4)
+        raw.seek(0)
+        if magic[:2] == b"\x1f\x8b":
+            with gzip.open(raw) as stream:
+                yield stream  # type: ignore[misc]
+        elif magic == b"\x28\xb5\x2f\xfd":
+            yield _zstd(raw)
+        elif magic[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            yield _Transcoded(raw)  # type: ignore[misc]
+        else:
+            yield raw
+
+
+def _zstd(raw: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard  # optional: only for .zst files
+    except ImportError as err:
+        raise ImportError(".zst needs the package zstandard (or: zstd -dc FILE | ... -)") from err
+    stream: BinaryIO = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+    return stream
+
+
+class _Transcoded(io.RawIOBase):
+    """UTF-16 (what PowerShell and some terminals save) as UTF-8."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._raw.read(size)
+        return self._decoder.decode(data, final=not data).encode("utf-8", "replace")
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Blocks that end at a line's end, except where a line is longer than two blocks."""
+    rest = b""
+    while True:
+        data = stream.read(BLOCK_BYTES)
+        if not data:
+            break
+        data = rest + data
+        cut = data.rfind(b"\n") + 1
+        if cut == 0 and len(data) < 2 * BLOCK_BYTES:
+            rest = data
+            continue
+        cut = cut or len(data)
+        rest = data[cut:]
+        yield data[:cut]
+    if rest:
+        yield rest
+
+
+def _spans(
+    blocks: Iterator[bytes], wanted: re.Pattern[bytes], status: ReadStatus
+) -> Iterator[list[tuple[int, str]]]:
+    """Windows as (line number, text). A window may end early at a block's end; so it is rare."""
+    carried = b""
+    block = next(blocks, b"")
+    while block:
+        after = next(blocks, b"")
+        data = carried + block
+        first = status.num_lines - carried.count(b"\n")
+        carried = b""
+        if not after and status.num_lines == 0 and len(data) <= SMALL_BYTES:
+            spans = [(0, len(data))] if wanted.search(data) else []
+        else:
+            spans = _hits(data, wanted)
+        if after and spans and spans[-1][1] >= len(data) and len(data) < 3 * BLOCK_BYTES:
+            carried = data[spans[-1][0] :]
+            spans.pop()
+        status.num_lines = first + data.count(b"\n") + (not data.endswith(b"\n"))
+        yield from _numbered(data, spans, first)
+        block = after
+
+
+def _hits(data: bytes, wanted: re.Pattern[bytes]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    position = 0
+    while found := wanted.search(data, position):
+        start = _line_start(data, found.start())
+        end = data.find(b"\n", found.end()) + 1 or len(data)
+        position = end
+        for _ in range(_BEFORE):
+            start = _line_start(data, max(0, start - 1))
+        stop = end
+        for _ in range(_AFTER):
+            stop = data.find(b"\n", stop) + 1 or len(data)
+            if stop == len(data):
+                break
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _line_start(data: bytes, position: int) -> int:
+    return data.rfind(b"\n", 0, position) + 1
+
+
+def _numbered(
+    data: bytes, spans: list[tuple[int, int]], first: int
+) -> Iterator[list[tuple[int, str]]]:
+    counted, number = 0, first
+    for start, stop in spans:
+        number += data.count(b"\n", counted, start)
+        counted = start
+        lines: list[tuple[int, str]] = []
+        text = data[start:stop].decode("utf-8", "replace")
+        for offset, line in enumerate(text.removesuffix("\n").split("\n"), number + 1):
+            for piece in line.rstrip("\r").split("\r") if "\r" in line else (line,):
+                lines.append((offset, piece))
+        yield lines
