@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from relax_hpc.postmortem.flight import is_dump
 from relax_hpc.postmortem.parse.record import Record, rank_of_file, records, wrap_width
 
 BLOCK_BYTES = 4 << 20
@@ -29,13 +30,11 @@ MAX_WINDOW_LINES = 200_000
 """Lines per file that parsers may see; a log that has more repeats itself."""
 
 _BEFORE, _AFTER = 3, 48
-_DUMP_NAME = re.compile(r"nccl_trace|flight_?rec|fr_trace|trace_rank|comm_lib_trace", re.IGNORECASE)
 _BINARY = frozenset(
     ".pt .pth .bin .safetensors .npz .npy .h5 .hdf5 .png .jpg .gz2 .so .a .o .pyc .whl .zip .tar"
     " .parquet .arrow .distcp .key .html .svg .tfevents".split()
 )
 _SKIPPED_FOLDERS = frozenset({"secret", "checkpoints", "__pycache__", ".git", "node_modules"})
-_JSON_DUMP = re.compile(rb'"(?:pg_config|pg_status|comm_lib_version|nccl_version)"')
 
 
 class Corpus(msgspec.Struct, kw_only=True):
@@ -111,12 +110,12 @@ def _sort_in(corpus: Corpus, file: Path) -> None:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            head = stream.read(4096)
+            head = stream.read(65536)
     except OSError as err:
         corpus.notes.append(f"{file}: {err.strerror}")
         return
     corpus.num_bytes += size
-    if is_dump(file.name, head):
+    if is_dump(head, file.name):
         corpus.dumps.append(str(file))
     elif size == 0:
         corpus.notes.append(f"{file}: empty")
@@ -124,15 +123,6 @@ def _sort_in(corpus: Corpus, file: Path) -> None:
         corpus.notes.append(f"{file}: binary, not read")
     else:
         corpus.logs.append(str(file))
-
-
-def is_dump(name: str, head: bytes) -> bool:
-    """Whether this is a flight-recorder dump: pickle or JSON; an empty one is known by its name."""
-    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return True
-    if head.lstrip()[:1] == b"{" and _JSON_DUMP.search(head):
-        return True
-    return not head and bool(_DUMP_NAME.search(name))
 
 
 def _is_binary(head: bytes) -> bool:

@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from relax_hpc.postmortem import classes, collect
+from relax_hpc.postmortem import classes, collect, flight, flight_rules
 from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.facts import Facts, gather
+from relax_hpc.postmortem.flight import Dump
+from relax_hpc.postmortem.marks import add_picture
 from relax_hpc.postmortem.parse import registry
 from relax_hpc.postmortem.rules import collective, launching, machine, network, process
 from relax_hpc.postmortem.rules.proposal import UNDETERMINED, Proposal, propose
@@ -31,7 +32,8 @@ def analyse(paths: Sequence[str], history: bool = False) -> Report:
     """
     corpus = collect.read(paths)
     events, num_lines, notes = read_events(corpus)
-    report = judge(events, dump_findings(corpus.dumps, notes))
+    dumps = _read_dumps(corpus.dumps, notes)
+    report = judge(events, dumps)
     report.num_files = len(corpus.logs) + len(corpus.dumps)
     report.num_lines = num_lines
     report.notes = [*corpus.notes, *notes, *report.notes]
@@ -72,14 +74,10 @@ def _read_one(task: tuple[str, int | None]) -> tuple[list[Event], int, list[str]
     return events, status.num_lines, status.notes
 
 
-def dump_findings(dumps: Sequence[str], notes: list[str]) -> list[Finding]:
-    """Findings of flight-recorder dumps."""
-    if not dumps:
-        return []
-    from relax_hpc.postmortem import flight_rules  # its reader is only needed where dumps are
-
-    findings: list[Finding] = flight_rules.flight_findings([Path(path) for path in dumps])
-    return findings
+def _read_dumps(paths: Sequence[str], notes: list[str]) -> list[Dump]:
+    dumps = flight.read_dumps(paths)
+    notes += [f"{dump.file}: {dump.problem}" for dump in dumps if dump.problem]
+    return dumps
 
 
 # --------------------------------------------------------------------------------------------
@@ -87,12 +85,14 @@ def dump_findings(dumps: Sequence[str], notes: list[str]) -> list[Finding]:
 # --------------------------------------------------------------------------------------------
 
 
-def judge(events: Sequence[Event], from_dumps: Sequence[Finding] = ()) -> Report:
+def judge(events: Sequence[Event], dumps: Sequence[Dump] = ()) -> Report:
     """Order events, ask every rule, take the best proposal."""
     timeline = order(events)
     facts = gather(timeline.events)
     proposals = [found for rule in RULES for found in rule(facts)]
-    proposals += [_from_dump(finding) for finding in from_dumps]
+    if dumps:
+        from_dumps = flight_rules.flight_findings(dumps, facts.world)
+        proposals += [_from_dump(finding) for finding in from_dumps]
     proposals.sort(key=lambda p: (p.order, _SURE[p.finding.confidence], p.finding.time or 0.0))
     if not proposals:
         proposals = [_nothing(facts)]
@@ -105,7 +105,9 @@ def judge(events: Sequence[Event], from_dumps: Sequence[Finding] = ()) -> Report
         ranks_seen=sorted({e.rank for e in events if e.rank is not None}),
     )
     report.notes += [f"clock of {name} was {skew:+.0f} s off; corrected" for name, skew in timeline.skew_s.items()]
-    return report
+    if dumps:
+        report.waits = flight_rules.flight_waits(dumps)
+    return add_picture(report, timeline.events)
 
 
 def _from_dump(finding: Finding) -> Proposal:
