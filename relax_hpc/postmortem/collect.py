@@ -70,7 +70,7 @@ def read(paths: Iterable[str]) -> Corpus:
     """
     corpus = Corpus()
     seen: set[str] = set()
-    asked = 0
+    asked = missing = 0
     for given in paths:
         asked += 1
         if given == "-":
@@ -79,13 +79,14 @@ def read(paths: Iterable[str]) -> Corpus:
         path = Path(given)
         if not path.exists():
             corpus.notes.append(f"{given}: no such file or folder")
+            missing += 1
             continue
         for file in sorted(_walk(path)) if path.is_dir() else [path]:
             real = os.path.realpath(file)
             if real not in seen:
                 seen.add(real)
                 _sort_in(corpus, file)
-    if asked and not corpus.logs and not corpus.dumps and len(corpus.notes) >= asked:
+    if asked and missing == asked:
         raise FileNotFoundError(corpus.notes[0])
     return corpus
 
