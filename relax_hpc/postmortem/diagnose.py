@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from relax_hpc.postmortem import classes, collect, flight, flight_rules
 from relax_hpc.postmortem.evidence import Event, EventKind
@@ -10,12 +10,19 @@ from relax_hpc.postmortem.facts import Facts, gather
 from relax_hpc.postmortem.flight import Dump
 from relax_hpc.postmortem.marks import add_picture
 from relax_hpc.postmortem.parse import registry
-from relax_hpc.postmortem.rules import collective, launching, machine, network, process
+from relax_hpc.postmortem.rules import collective, gloo, launching, machine, network, process
 from relax_hpc.postmortem.rules.proposal import UNDETERMINED, Proposal, propose
 from relax_hpc.postmortem.timeline import order
 from relax_hpc.postmortem.verdict import Alternative, Confidence, Finding, Report, Verdict
 
-RULES = (*machine.RULES, *launching.RULES, *process.RULES, *network.RULES, *collective.RULES)
+RULES = (
+    *machine.RULES,
+    *launching.RULES,
+    *process.RULES,
+    *network.RULES,
+    *gloo.RULES,
+    *collective.RULES,
+)
 
 PARALLEL_BYTES = 32 << 20
 """Below this, starting processes costs more than it saves."""
@@ -33,7 +40,7 @@ def analyse(paths: Sequence[str], history: bool = False) -> Report:
     corpus = collect.read(paths)
     events, num_lines, notes = read_events(corpus)
     dumps = _read_dumps(corpus.dumps, notes)
-    report = judge(events, dumps)
+    report = judge(events, dumps, collect.file_ranks(corpus.logs))
     report.num_files = len(corpus.logs) + len(corpus.dumps)
     report.num_lines = num_lines
     report.notes = [*corpus.notes, *notes, *report.notes]
@@ -85,14 +92,22 @@ def _read_dumps(paths: Sequence[str], notes: list[str]) -> list[Dump]:
 # --------------------------------------------------------------------------------------------
 
 
-def judge(events: Sequence[Event], dumps: Sequence[Dump] = ()) -> Report:
-    """Order events, ask every rule, take the best proposal."""
+def judge(
+    events: Sequence[Event],
+    dumps: Sequence[Dump] = (),
+    rank_of_file: Mapping[str, int] | None = None,
+) -> Report:
+    """Order events, ask every rule, take the best proposal.
+
+    `rank_of_file` has the logs of single ranks, also of those that say nothing.
+    """
     timeline = order(events)
     facts = gather(timeline.events)
+    facts.rank_files = {rank: file for file, rank in (rank_of_file or {}).items()}
     proposals = [found for rule in RULES for found in rule(facts)]
     if dumps:
         from_dumps = flight_rules.flight_findings(dumps, facts.world)
-        proposals += [_from_dump(finding) for finding in from_dumps]
+        proposals += [_from_dump(finding, place) for place, finding in enumerate(from_dumps)]
     proposals.sort(key=lambda p: (p.order, _SURE[p.finding.confidence], p.finding.time or 0.0))
     if not proposals:
         proposals = [_nothing(facts)]
@@ -110,9 +125,13 @@ def judge(events: Sequence[Event], dumps: Sequence[Dump] = ()) -> Report:
     return add_picture(report, timeline.events)
 
 
-def _from_dump(finding: Finding) -> Proposal:
-    """Dumps know positions of all ranks: they beat text about collectives, not hardware evidence."""
-    return Proposal(order=69 if finding.confidence is not UNDETERMINED else 79, finding=finding)
+def _from_dump(finding: Finding, place: int) -> Proposal:
+    """Dumps know positions of all ranks: they beat text about collectives, not hardware evidence.
+
+    Only the first finding does: the others are what it would be if the first were wrong.
+    """
+    order_ = 69 if place == 0 else 77
+    return Proposal(order=order_ if finding.confidence is not UNDETERMINED else 79, finding=finding)
 
 
 def _nothing(facts: Facts) -> Proposal:

@@ -75,6 +75,8 @@ class Facts(msgspec.Struct):
     """(node, pid) to global rank."""
     host_of_address: dict[str, str]
     phases: list[Event]
+    rank_files: dict[int, str] = {}
+    """Logs of one rank each; a rank that says nothing has one, too."""
 
     def of(self, kind: EventKind, **attrs: object) -> list[Event]:
         """Events of a kind whose attributes have these values, in order."""
