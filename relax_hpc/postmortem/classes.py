@@ -174,7 +174,7 @@ _TABLE = (
        "sacct and node logs for suspension at that time", _DMESG),
     _c("ras-incomplete", "collective", "NCCL RAS lacks data of some processes: they are gone or unreachable.",
        "Look at the named process and node first.", "ncclras -v again after a minute", _DMESG),
-    _c("ras-lag", "collective", "NCCL RAS sees ranks that launched fewer operations than the others.",
+    _c("ras-mismatch", "collective", "NCCL RAS sees ranks that launched fewer operations than the others.",
        "Look at the stack of the ranks behind; a lag alone does not prove them guilty.", _STACKS),
     # launcher
     _c("stale-rendezvous", "launcher", "Two generations of the job met in one store or file.",

@@ -50,7 +50,7 @@ _OOM = rx(
     r"Failed to CUDA calloc|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: Out of memory|"
     r"NCCL (?:WARN|error).{0,40}out of memory|torch\.OutOfMemoryError|XLA.{0,40}out of memory"
 )  # fmt: skip
-_HOST_WORDS = re.compile(r"ray\.exceptions\.OutOfMemoryError|ray OOM|[Hh]ost memory|DefaultCPUAllocator|Cannot allocate memory|MemoryError\b")
+_HOST_WORDS = re.compile(r"ray\.exceptions\.OutOfMemoryError|ray OOM|[Hh]ost memory|DefaultCPUAllocator|Cannot allocate memory|(?<![A-Za-z])MemoryError\b")
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _RANK_IN = re.compile(r"(?:on rank|\brank[ =:]?)\s*(\d+)", re.I)
 

@@ -71,7 +71,9 @@ def parse_desync(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 _MONITORED = rx(r"(?:\[Rank \d+\]: )?Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ms")
-_MONITORED_REPORT = rx(r"\[Rank \d+\]:? Rank (?P<rank>\d+) (?:successfully reached|failed to (?:pass|reach)) monitoredBarrier|monitoredBarrier due to timeout")
+_MONITORED_PEER = rx(
+    r"successfully reached monitoredBarrier, but received errors while waiting (?:for send/recv from|to be unblocked by) rank (?P<rank>\d+)"
+)
 
 
 def parse_monitored_barrier(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -79,6 +81,8 @@ def parse_monitored_barrier(records: Sequence[Record], index: int) -> Iterator[E
     record = records[index]
     if found := _MONITORED.search(record.text):
         yield record.event(EventKind.RANK_ABSENT, attrs={"reason": "monitored-barrier", "ranks": _ranks(found["ranks"])})
+    elif found := _MONITORED_PEER.search(record.text):
+        yield record.event(EventKind.RANK_ABSENT, attrs={"reason": "monitored-barrier", "ranks": (int(found["rank"]),)})
 
 
 _NCCL_MISMATCH = re.compile(r"(?:NCCL WARN|Error|ncclInvalidUsage).{0,80}?(?P<what>[Mm]ismatched collective|Message truncated : received (?P<got>\d+) bytes instead of (?P<want>\d+)|[Cc]ollective mismatch)")

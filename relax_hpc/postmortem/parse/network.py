@@ -158,8 +158,7 @@ def parse_socket(records: Sequence[Record], index: int) -> Iterator[Event]:
     )
 
 
-_REMOTE = rx(r"ncclRemoteError: ")
-_EXTRA_PEER = re.compile(r"remote process exited|there was a network error|Connection closed by remote peer", re.I)
+_REMOTE = re.compile(r"ncclRemoteError:|remote process exited or there was a network error")
 
 
 def parse_remote_error(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -209,7 +208,7 @@ PARSERS = (
     Parser("nic_missing", ("Unable to open device", "ibv_open_device"), parse_nic_missing),
     Parser("register", ("Call to ibv_",), parse_register),
     Parser("socket", ("closed by remote peer", "Call to recv", "Call to send", "Call to connect", "socketPollConnect"), parse_socket),
-    Parser("remote_error", ("ncclRemoteError",), parse_remote_error),
+    Parser("remote_error", ("ncclRemoteError", "remote process exited"), parse_remote_error),
     Parser("bootstrap", ("Bootstrap : Using",), parse_bootstrap),
     Parser("init", ("nranks ", "nRanks "), parse_init),
 )  # fmt: skip

@@ -87,7 +87,7 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
     ("rank", re.compile(r"`?\[rank(?P<rank>\d+)[\[\]\s]*\]?:\s?")),
-    ("torchrun", re.compile(r"\[[A-Za-z_]*?(?P<local>\d+)\]:(?=\S|\s|$)")),
+    ("torchrun", re.compile(r"\[[A-Za-z_]+?(?P<local>\d+)\]:(?=\S|\s|$)")),
     (
         "glog",
         re.compile(
@@ -95,6 +95,8 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"\s+(?:\d+\s+)?(?=[\w./])"
         ),
     ),
+    ("elastic_role", re.compile(r"\[[\w.-]+\|(?P<rank>\d+)\]:\s?")),
+    ("numbered", re.compile(r"\[\d+\] (?=\[|\()")),
     ("glog_old", re.compile(r"\[(?P<level>[EWIF])(?= [\w./]+\.(?:cpp|cu|hpp):\d)\s")),
     (
         "elastic",
@@ -121,13 +123,16 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "nccl",
         re.compile(
-            r"(?P<node>[A-Za-z0-9][\w.-]*):(?P<pid>\d+|X+)(?::(?:\d+|X+))? \[(?P<dev>-?\d+)\] "
+            r"(?P<node>[A-Za-z0-9.][\w.-]*):(?P<pid>\d+|X+)(?::(?:\d+|X+))? \[(?P<dev>-?\d+)\] "
         ),
     ),
     ("label", re.compile(r"(?P<rank>\d{1,5}): (?=\S)")),
     (
         "pdsh",
-        re.compile(r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*): (?=\[|NVRM|slurmstepd|srun:|kernel|nvidia|\w+:\d+:\d+ )"),
+        re.compile(
+            r"(?P<node>(?:[A-Za-z][\w-]*\d[\w.-]*|\d+\.\d+\.\d+\.\d+)): "
+            r"(?=\[|NVRM|slurmstepd|srun:|kernel|nvidia|Traceback|[\w.-]+:\d+:\d+ )"
+        ),
     ),
 )
 _PROMPT = re.compile(r"^\S*?\b[a-z_][\w-]*@(?P<node>[A-Za-z0-9][\w.-]*)[ :][^$#%>]{0,80}[$#%>] ")

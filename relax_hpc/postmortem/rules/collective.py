@@ -442,7 +442,7 @@ def ras(facts: Facts) -> Iterator[Proposal]:
         behind = sorted({e.rank for e in listed if e.attrs.get("operation") == operations[0] and e.rank is not None})
         ahead = sorted({e.rank for e in listed if e.attrs.get("operation") == operations[-1] and e.rank is not None})
         yield propose(
-            62 if behind else 73, "ras-lag", LIKELY if behind else UNDETERMINED,
+            62 if behind else 73, "ras-mismatch", LIKELY if behind else UNDETERMINED,
             f"RAS: {name_ranks(behind)} launched up to operation {operations[0]}, the others up to {operations[-1]}." if behind else
             f"RAS lists the minority ahead ({name_ranks(ahead)}); the majority waits elsewhere, so they are not the culprit.",
             events=launched + listed, ranks=behind, nodes=[e.node for e in listed if e.rank in behind],

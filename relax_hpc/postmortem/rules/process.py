@@ -26,7 +26,7 @@ _ECHO_TYPES = frozenset(
 _ECHO_WORDS = re.compile(
     r"NCCL|ProcessGroup|Watchdog|[Gg]loo|Connection (?:closed|reset|refused)|Socket Timeout|Broken (?:pipe|promise)|"
     r"TCPStore|collective|CUDA error|CUDA out of memory|process group|store based barrier|device-side|"
-    r"terminated with|died|EngineCore|unhandled cuda error|clients joined|Timed out waiting"
+    r"terminated with|died|EngineCore|unhandled cuda error|clients joined|Timed out waiting|monitoredBarrier"
 )
 
 
@@ -203,7 +203,7 @@ def version_bug(facts: Facts) -> Iterator[Proposal]:
             26, "nccl-version-bug", LIKELY,
             f"NCCL {best} wedges silently while the hardware is clean; a lag of one rank in RAS does not make it guilty.",
             events=[*[e for e in versions if e.attrs.get("blamed")], *wedges[:4]],
-            alternatives=[("ras-lag", "one rank behind: hardware of that rank")],
+            alternatives=[("ras-mismatch", "one rank behind: hardware of that rank")],
         )  # fmt: skip
 
 
