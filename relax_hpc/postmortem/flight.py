@@ -321,7 +321,9 @@ def _site(frames: JsonValue) -> str:
 _ENDING = re.compile(r"\.(?:json|pickle|pkl|pt|bin|dump|trace|txt|gz|zst|log)$", re.IGNORECASE)
 _LAST = re.compile(r"(\d{1,7})(?!.*\d)")
 _BEHIND_RANK = re.compile(r"rank[_.=-]?(\d{1,7})(?![\d.]*\d)", re.IGNORECASE)
-_HOST = re.compile(r"(?:rank|trace|dump)[_-]([A-Za-z0-9][\w.-]*?)[_-]\d+$", re.IGNORECASE)
+_HOST = re.compile(
+    r"^.*(?:rank|trace|dump)[_-](?!rank[_-])([A-Za-z0-9][\w.-]*?)[_-]\d+$", re.IGNORECASE
+)
 
 
 def assign_ranks(dumps: Iterable[Dump]) -> list[Dump]:

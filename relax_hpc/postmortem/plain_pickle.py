@@ -95,6 +95,11 @@ def _global(reader: _Reader) -> None:
     raise UnsafePickleError(f"wants to import {_ascii(module)}.{_ascii(name)}")
 
 
+def _stack_global(reader: _Reader) -> None:
+    module, name = reader.stack[-2], reader.stack[-1]
+    raise UnsafePickleError(f"wants to import {str(module)[:80]}.{str(name)[:80]}")
+
+
 def _refuse(reader: _Reader) -> None:
     code = reader.data[reader.position - 1 : reader.position]
     raise UnsafePickleError(f"wants to build an object (opcode {code!r})")
@@ -145,6 +150,10 @@ def _integer_line(raw: bytes) -> Value:
 
 def _utf8(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
+
+
+def _escaped(raw: bytes) -> str:
+    return raw.decode("raw_unicode_escape", "replace")
 
 
 def _long(raw: bytes) -> int:
@@ -293,7 +302,7 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
     "L": _text_line(_integer_line),
     "F": _text_line(float),
     "S": _text_line(_quoted),
-    "V": _text_line(_utf8),
+    "V": _text_line(_escaped),
     "J": _fixed("<i"),
     "K": _fixed("<B"),
     "M": _fixed("<H"),
@@ -335,7 +344,8 @@ _OPCODES: dict[str, Callable[[_Reader], None]] = {
     "\x80": _skip(1),
     "\x95": _skip(8),
     "c": _global,
-    **dict.fromkeys("Rbio\x81\x92\x93\x82\x83\x84PQ\x97\x98", _refuse),
+    "\x93": _stack_global,
+    **dict.fromkeys("Rbio\x81\x92\x82\x83\x84PQ\x97\x98", _refuse),
 }
 _HANDLERS: list[Callable[[_Reader], None]] = [
     _OPCODES.get(chr(code), _unknown) for code in range(256)

@@ -1,7 +1,10 @@
 """Write dumps as PyTorch's recorder does, of jobs whose failure is known."""
 
+import dataclasses
+import functools
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +106,133 @@ class Job:
         for rank in self.entries:
             if rank in without:
                 continue
-            path = folder / name.format(rank=rank)
+            path = folder / name.format(rank=rank, node=1 + rank // 2)
             path.write_bytes(b"" if rank in empty else self.dump(rank))
             files.append(str(path))
         return files
+
+
+# --------------------------------------------------------------------------------------------
+# Twelve small failures
+# --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A failure that was put in, and the right answer."""
+
+    name: str
+    write: Callable[[Path], list[str]]
+    class_: str
+    ranks: list[int]
+    """[] = the dumps cannot tell, naming anybody is wrong."""
+
+
+def steps(world: int, count: int = 4) -> Job:
+    """A job whose ranks did some all-reduces together."""
+    job = Job(world)
+    for _ in range(count):
+        job.launch(range(world))
+    return job
+
+
+def others(rank: int, world: int = 4) -> list[int]:
+    """All ranks but one."""
+    return [r for r in range(world) if r != rank]
+
+
+def misses(rank: int, count: int = 4) -> Job:
+    """One rank does not come to the last all-reduce."""
+    return steps(4, count).launch(others(rank), state="started")
+
+
+def other_operation(rank: int) -> Job:
+    """One rank runs a broadcast instead."""
+    job = steps(4).launch([rank], "broadcast", state="started")
+    return job.launch(others(rank), "all_reduce", state="started")
+
+
+def ring_offset() -> Job:
+    """Rank 3's buffer starts later and counts from 50; rank 2 misses the last operation."""
+    job = Job(4)
+    job.first_record[3] = 50
+    for _ in range(4):
+        job.launch(range(4))
+    job.launch(others(2), state="started")
+    job.entries[3] = job.entries[3][2:]
+    return job
+
+
+def mixed_versions() -> Job:
+    """Dumps of three versions."""
+    job = misses(1)
+    job.version |= {0: "2.4", 2: "2.7"}
+    return job
+
+
+def cascade() -> Job:
+    """Rank 6 hangs in one of two tensor groups; four data groups wait for that one."""
+    groups = {
+        "1": ("TENSOR_MODEL_PARALLEL_GROUP", [0, 1, 2, 3]),
+        "2": ("TENSOR_MODEL_PARALLEL_GROUP", [4, 5, 6, 7]),
+        **{str(3 + r): ("DATA_PARALLEL_GROUP", [r, r + 4]) for r in range(4)},
+    }
+    job = Job(8, groups)
+    for _ in range(3):
+        for group, (_, ranks) in groups.items():
+            job.launch(ranks, group=group)
+    job.launch(range(4), group="1")
+    job.launch([4, 5, 7], group="2", state="started")
+    for rank in range(4):
+        job.launch([rank], "reduce_scatter", group=str(3 + rank), state="scheduled")
+    return job
+
+
+HOST_NAME = "nccl_trace_rank_container-node0{node}_{rank}"
+ALL_JOINED = "all-launched-none-completed"
+TWELVE = (
+    Scenario("rank 2 misses an operation", misses(2).write, "missing-rank", [2]),
+    Scenario("rank 0 runs another operation", other_operation(0).write, "op-mismatch", [0]),
+    Scenario(
+        "extra operation on rank 0", steps(4).launch([0], state="started").write, "extra-op", [0]
+    ),
+    Scenario("ring buffer of another offset", ring_offset().write, "missing-rank", [2]),
+    Scenario(
+        "dump of the dead rank is absent",
+        functools.partial(misses(2).write, without=(2,)),
+        "missing-rank",
+        [2],
+    ),
+    Scenario(
+        "all joined, rank 1 is ready already",
+        steps(4).launch(others(1), state="started").launch([1]).write,
+        ALL_JOINED,
+        [],
+    ),
+    Scenario(
+        "host name in the file name",
+        functools.partial(misses(3).write, name=HOST_NAME),
+        "missing-rank",
+        [3],
+    ),
+    Scenario(
+        "other size on rank 3",
+        steps(4).launch(others(3), state="started").launch([3], state="started", size=999).write,
+        "size-mismatch",
+        [3],
+    ),
+    Scenario(
+        "all stuck in one operation",
+        steps(4).launch(range(4), state="started").write,
+        ALL_JOINED,
+        [],
+    ),
+    Scenario("dumps of mixed versions", mixed_versions().write, "missing-rank", [1]),
+    Scenario(
+        "empty dump of the dead rank",
+        functools.partial(misses(1).write, empty=(1,)),
+        "missing-rank",
+        [1],
+    ),
+    Scenario("cascade over five groups", cascade().write, "missing-rank", [6]),
+)
