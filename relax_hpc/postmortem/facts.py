@@ -7,6 +7,7 @@ import msgspec
 
 from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.hardware import CONSEQUENCES
+from relax_hpc.postmortem.parse.record import MAX_RANK
 
 
 class Waiter(msgspec.Struct):
@@ -134,7 +135,7 @@ def gather(events: Sequence[Event]) -> Facts:
 def _world(notes: Sequence[Event]) -> int | None:
     sizes = [int(str(event.attrs["world"])) for event in notes if "world" in event.attrs]
     sizes += [int(str(event.attrs["nranks"])) for event in notes if "nranks" in event.attrs]
-    return max(sizes, default=None)
+    return max((size for size in sizes if size <= MAX_RANK), default=None)
 
 
 def _places(facts: Facts) -> None:
@@ -185,7 +186,7 @@ def _state(facts: Facts, key: str, event: Event) -> GroupState:
 
 
 def _add_timeout(facts: Facts, event: Event, named: dict[tuple[int, int], str]) -> None:
-    if event.rank is None:
+    if event.rank is None or event.attrs.get("by") == "gloo":  # rules/gloo.py knows those
         return
     if event.attrs.get("vague"):
         facts.vague.setdefault(event.rank, event)
@@ -279,3 +280,10 @@ def is_fatal_fault(event: Event) -> bool:
     if str(event.attrs.get("what")) == "aer-corrected":
         return False
     return event.attrs.get("xid") not in CONSEQUENCES
+
+
+def phase_words(facts: Facts) -> str:
+    """Words for a sentence: what the program did last, if that may take long."""
+    names = list(dict.fromkeys(str(e.attrs["phase"]) for e in facts.phases[-5:]))
+    names = [name for name in names if name in ("checkpoint", "evaluation", "rollout", "data")]
+    return f", around {' and '.join(names)}" if names else ""

@@ -19,6 +19,9 @@ from relax_hpc.postmortem.evidence import Event, EventKind, Source
 MAX_TEXT = 16_384
 """Characters of a record that parsers see: a corrupt file may hold a line of gigabytes."""
 
+MAX_RANK = 1 << 18
+"""Larger numbers are damage: what counts ranks up to one must not eat the memory."""
+
 _SHOWN = 2_000
 """Characters of a line that a Source quotes."""
 
@@ -51,6 +54,8 @@ class Record(msgspec.Struct):
         """Make an event; `fields` win over what the prefixes say, None does not."""
         known = {"rank": self.rank, "node": self.node, "pid": self.pid, "time": self.time}
         known |= {name: value for name, value in fields.items() if value is not None}
+        if isinstance(known["rank"], int) and not 0 <= known["rank"] < MAX_RANK:
+            known["rank"] = None
         return Event(kind=kind, source=self.source(), **known)  # type: ignore[arg-type]
 
 
@@ -82,7 +87,8 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "ray",
         re.compile(
-            r"[`'\"]?\((?P<name>[A-Za-z_][\w.:-]*)(?:\[(?P<tags>[^\]]*)\])?[^()]{0,80}?\s?pid=(?P<pid>\d+)"
+            r"[`'\"]?\((?P<name>[A-Za-z_][\w.:-]*)(?:\[(?P<tags>[^\]]*)\])?[^()"
+            r"]{0,80}?\s?pid=(?P<pid>\d+)"
             r"(?:,\s*ip=(?P<node>[^)\s,]+))?[^)]*\)\s?"
         ),
     ),
@@ -91,7 +97,8 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "glog",
         re.compile(
-            r"\[(?P<level>[EWIF])(?P<month>\d{1,2}?)(?P<day>\d{2}) (?P<clock>\d\d:\d\d:\d\d(?:\.\d+)?)"
+            r"\[(?P<level>[EWIF])(?P<month>\d{1,2}?)(?P<day>\d{2}) "
+            r"(?P<clock>\d\d:\d\d:\d\d(?:\.\d+)?)"
             r"\s+(?:\d+\s+)?(?=[\w./])"
         ),
     ),
@@ -108,7 +115,8 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "syslog",
         re.compile(
-            r"(?P<stamp>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d))"
+            r"(?P<stamp>[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|"
+            r"\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d))"
             r" (?P<node>[A-Za-z0-9][\w.-]*) (?=kernel:|[\w./-]+(?:\[\d+\])?:\s)"
         ),
     ),
@@ -135,6 +143,9 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
+_MAX_DIGITS = 40
+_NUMBER = re.compile(r"(\d{40})\d+")
+"""Python refuses to read numbers of thousands of digits; no message has one of forty."""
 _PROMPT = re.compile(r"^\S*?\b[a-z_][\w-]*@(?P<node>[A-Za-z0-9][\w.-]*)[ :][^$#%>]{0,80}[$#%>] ")
 _FILE_RANK = re.compile(r"(?:^|[/_.-])(?:global_?)?rank[_-]?(\d{1,6})(?=\D|$)", re.IGNORECASE)
 _FILE_LOCAL = re.compile(r"/attempt_\d+/(\d+)/std(?:err|out)(?:\.log)?$")
@@ -150,7 +161,8 @@ def clean(text: str) -> str:
     """Take off colours and control characters."""
     if "\x1b" in text or "m(" in text or "m[" in text:
         text = _ANSI.sub("", text)
-    return _CONTROL.sub("", text) if not text.isprintable() else text
+    text = _CONTROL.sub("", text) if not text.isprintable() else text
+    return _NUMBER.sub(r"\1", text) if len(text) > _MAX_DIGITS else text
 
 
 def make_record(file: str, line: int, raw: str, year: int, rank: int | None = None) -> Record:
@@ -239,7 +251,8 @@ _SPLIT = re.compile(
 """Two processes wrote into one line, or a progress bar had no newline."""
 
 _NEW = re.compile(
-    r"\s*(?:`?\[rank\d|\[[A-Za-z_]*\d+\]:|\[\d+,\d+\]<|\x1b|`?\([A-Za-z_][\w.]*[^()]{0,60}pid=|slurm|srun|"
+    r"\s*(?:`?\[rank\d|\[[A-Za-z_]*\d+\]:|\[\d+,\d+\]<|\x1b|"
+    r"`?\([A-Za-z_][\w.]*[^()]{0,60}pid=|slurm|srun|"
     r"sbatch|\[[EWIF] |\[[EWIF]\d|[EWIF]\d{4} \d\d:|\[?\d{4}-\d\d-\d\d|\d\d/\d\d/|\d\d:\d\d:\d\d|"
     r"Traceback|  File \"|frame #|Exception raised|terminate called|==>|#\d+ |[\w.-]+:\d+:\d+ \[|"
     r"[\w.]*(?:Error|Exception|Interrupt|Warning)\b:?|NCCL|Thread \d|Rank \d|Process \d|"
@@ -247,11 +260,16 @@ _NEW = re.compile(
     r"\s*what\(\))"
 )
 _OPEN = (
-    re.compile(r"WorkNCCL\([^)]*$|WorkNCCL\((?:[^()]|\(ms\))*\)(?! *(?:ran for \d+ mil|timed out in))[^.]*$"),
+    re.compile(
+        r"WorkNCCL\([^)]*$|WorkNCCL\((?:[^()]|\(ms\))*\)(?! *(?:ran for \d+ mil|"
+        r"timed out in))[^.]*$"
+    ),
     re.compile(r"\.(?:cpp|cu|hpp):\d+\]\s*$"),
     re.compile(r"CollectiveFingerPrint\((?:(?!memory_format).)*$"),
     re.compile(r"\[PG (?:ID )?[^\]]*(?:\]\s*)?$"),
-    re.compile(r"(?:last (?:enqueued|completed)[a-zA-Z ]{0,14}|PG status:[^.]{0,80}|at work: ?\d*,?)$"),
+    re.compile(
+        r"(?:last (?:enqueued|completed)[a-zA-Z ]{0,14}|PG status:[^.]{0,80}|at work: ?\d*,?)$"
+    ),
 )
 _JOINS = 14
 
