@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import datetime
 import gzip
+import importlib
 import io
 import os
 import re
@@ -31,8 +32,33 @@ MAX_WINDOW_LINES = 200_000
 
 _BEFORE, _AFTER = 3, 48
 _BINARY = frozenset(
-    ".pt .pth .bin .safetensors .npz .npy .h5 .hdf5 .png .jpg .gz2 .so .a .o .pyc .whl .zip .tar"
-    " .parquet .arrow .distcp .key .html .svg .tfevents".split()
+    (
+        ".pt",
+        ".pth",
+        ".bin",
+        ".safetensors",
+        ".npz",
+        ".npy",
+        ".h5",
+        ".hdf5",
+        ".png",
+        ".jpg",
+        ".gz2",
+        ".so",
+        ".a",
+        ".o",
+        ".pyc",
+        ".whl",
+        ".zip",
+        ".tar",
+        ".parquet",
+        ".arrow",
+        ".distcp",
+        ".key",
+        ".html",
+        ".svg",
+        ".tfevents",
+    )
 )
 _SKIPPED_FOLDERS = frozenset({"secret", "checkpoints", "__pycache__", ".git", "node_modules"})
 
@@ -196,7 +222,7 @@ def _open(path: str) -> Iterator[BinaryIO]:
 
 def _zstd(raw: BinaryIO) -> BinaryIO:
     try:
-        import zstandard  # optional: only for .zst files
+        zstandard = importlib.import_module("zstandard")  # optional: only for .zst files
     except ImportError as err:
         raise ImportError(".zst needs the package zstandard (or: zstd -dc FILE | ... -)") from err
     stream: BinaryIO = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)

@@ -119,7 +119,10 @@ def judge(
         num_events=len(events),
         ranks_seen=sorted({e.rank for e in events if e.rank is not None}),
     )
-    report.notes += [f"clock of {name} was {skew:+.0f} s off; corrected" for name, skew in timeline.skew_s.items()]
+    report.notes += [
+        f"clock of {name} was {skew:+.0f} s off; corrected"
+        for name, skew in timeline.skew_s.items()
+    ]
     if dumps:
         report.waits = flight_rules.flight_waits(dumps)
     return add_picture(report, timeline.events)
@@ -137,12 +140,28 @@ def _from_dump(finding: Finding, place: int) -> Proposal:
 def _nothing(facts: Facts) -> Proposal:
     finished = [e for e in facts.phases if e.attrs.get("phase") == "finished"]
     if facts.vague:
-        return propose(99, "all-ranks", UNDETERMINED, "Ranks report a failed collective, but not where they stand.",
-                       events=list(facts.vague.values()))  # fmt: skip
+        return propose(
+            99,
+            "all-ranks",
+            UNDETERMINED,
+            "Ranks report a failed collective, but not where they stand.",
+            events=list(facts.vague.values()),
+        )
     if finished:
-        return propose(99, "no-failure", UNDETERMINED, "The program says it finished; nothing speaks of a failure.", events=finished)
-    return propose(99, "unknown", UNDETERMINED, "Nothing in these files tells what failed.",
-                   events=facts.events[:4] if facts.events else [])  # fmt: skip
+        return propose(
+            99,
+            "no-failure",
+            UNDETERMINED,
+            "The program says it finished; nothing speaks of a failure.",
+            events=finished,
+        )
+    return propose(
+        99,
+        "unknown",
+        UNDETERMINED,
+        "Nothing in these files tells what failed.",
+        events=facts.events[:4] if facts.events else [],
+    )
 
 
 def _verdict(facts: Facts, best: Proposal, rest: Sequence[Proposal]) -> Verdict:
@@ -153,7 +172,9 @@ def _verdict(facts: Facts, best: Proposal, rest: Sequence[Proposal]) -> Verdict:
     for other in rest[:6]:
         if other.finding.class_ not in named:
             named.add(other.finding.class_)
-            alternatives.append(Alternative(class_=other.finding.class_, reason=other.finding.sentence))
+            alternatives.append(
+                Alternative(class_=other.finding.class_, reason=other.finding.sentence)
+            )
     return Verdict(
         class_=finding.class_,
         confidence=finding.confidence,
@@ -194,7 +215,14 @@ def _echoes(facts: Facts, best: Proposal, rest: Sequence[Proposal]) -> list[Find
         if events:
             ranks = sorted({r for e in events if (r := facts.rank(e)) is not None})
             echoes.append(
-                propose(99, best.finding.class_, best.finding.confidence, f"Echo: {words}.", events=events[:6], ranks=ranks).finding
+                propose(
+                    99,
+                    best.finding.class_,
+                    best.finding.confidence,
+                    f"Echo: {words}.",
+                    events=events[:6],
+                    ranks=ranks,
+                ).finding
             )
     return echoes
 

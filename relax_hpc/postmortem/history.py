@@ -12,7 +12,7 @@ _ATTEMPT = re.compile(r"(attempt_\d+|(?:^|[/_.-])\d{4,10}(?=[_.-]\d|\.(?:out|err
 
 
 def attempt_of(path: str) -> str:
-    """The attempt or job that a file belongs to: `attempt_N`, a job id in its name, or its folder."""
+    """The attempt or job of a file: `attempt_N`, a job id in its name, or its folder."""
     found = _ATTEMPT.search(path)
     if found is None:
         return str(Path(path).parent)
@@ -32,9 +32,13 @@ def compare(report: Report, events: Sequence[Event]) -> None:
     suspects: dict[str, list[str]] = defaultdict(list)
     for name, part in attempts.items():
         verdict = judge(part).verdict
-        report.notes.append(f"history: {name}: {verdict.class_} ({verdict.confidence}): {verdict.sentence}")
+        report.notes.append(
+            f"history: {name}: {verdict.class_} ({verdict.confidence}): {verdict.sentence}"
+        )
         for suspect in [*verdict.nodes, *(f"rank {rank}" for rank in verdict.ranks)]:
             suspects[suspect].append(name)
     for suspect, names in sorted(suspects.items(), key=lambda item: -len(item[1])):
         if len(names) > 1:
-            report.notes.append(f"history: {suspect} is suspected in {len(names)} of {len(attempts)} attempts")
+            report.notes.append(
+                f"history: {suspect} is suspected in {len(names)} of {len(attempts)} attempts"
+            )

@@ -8,14 +8,28 @@ from relax_hpc.postmortem.parse.record import Parser, Record, rx
 from relax_hpc.postmortem.parse.watchdog import global_rank, group_of
 
 _ERROR = rx(
-    r"(?:CUDA (?:runtime |driver |kernel )?(?:error|failure)|HIP error|CUDA Exception|Cuda failure|cuda error)(?: \d+)?:? '?(?P<what>an illegal memory access|illegal memory access|"
-    r"misaligned address|device-side assert|unspecified launch failure|an illegal instruction|illegal instruction|"
-    r"invalid program counter|invalid address space|the launch timed out|stack overflow|invalid configuration|"
-    r"no kernel image|an invalid pc|device kernel image|operation not supported|CUBLAS_STATUS\w+|invalid argument|too many resources)", re.I
-)  # fmt: skip
-_NAMES = re.compile(r"cudaError(?P<what>IllegalAddress|MisalignedAddress|Assert|LaunchFailure|IllegalInstruction|InvalidPc|HardwareStackError)")
-_CUBLAS = re.compile(r"(?P<what>CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)|CUDNN_STATUS_EXECUTION_FAILED)")
-_ASSERT = re.compile(r"Assertion `(?P<what>[^`'\n]{1,200})[`'] failed\.?|device-side assert triggered")
+    r"(?:CUDA (?:runtime |driver |kernel )?(?:error|failure)|HIP error|CUDA Exception|"
+    r"Cuda failure|cuda error)(?: \d+)?:? '?(?P<what>an illegal memory access|"
+    r"illegal memory access|"
+    r"misaligned address|device-side assert|unspecified launch failure|"
+    r"an illegal instruction|illegal instruction|"
+    r"invalid program counter|invalid address space|the launch timed out|"
+    r"stack overflow|invalid configuration|"
+    r"no kernel image|an invalid pc|device kernel image|operation not supported|"
+    r"CUBLAS_STATUS\w+|invalid argument|too many resources)",
+    re.I,
+)
+_NAMES = re.compile(
+    r"cudaError(?P<what>IllegalAddress|MisalignedAddress|Assert|LaunchFailure|"
+    r"IllegalInstruction|InvalidPc|HardwareStackError)"
+)
+_CUBLAS = re.compile(
+    r"(?P<what>CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)|"
+    r"CUDNN_STATUS_EXECUTION_FAILED)"
+)
+_ASSERT = re.compile(
+    r"Assertion `(?P<what>[^`'\n]{1,200})[`'] failed\.?|device-side assert triggered"
+)
 
 
 def parse_error(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -31,7 +45,10 @@ def parse_error(records: Sequence[Record], index: int) -> Iterator[Event]:
         EventKind.CUDA_ERROR,
         rank=global_rank(record, group, group_rank),
         group=group,
-        attrs={"what": re.sub(r"\s+", " ", found["what"] or "").lower(), "watchdog": int("watchdog" in record.text)},
+        attrs={
+            "what": re.sub(r"\s+", " ", found["what"] or "").lower(),
+            "watchdog": int("watchdog" in record.text),
+        },
     )
 
 
@@ -42,15 +59,23 @@ def parse_assert(records: Sequence[Record], index: int) -> Iterator[Event]:
     """`...cu:1234: ...: block: [0,0,0], thread: [1,0,0] Assertion `...` failed.`."""
     record = records[index]
     if (found := _ASSERT.search(record.text)) and _ASSERT_LINE.search(record.text):
-        yield record.event(EventKind.CUDA_ERROR, attrs={"what": f"device assert {found['what'] or ''}".strip(), "watchdog": 0})
+        yield record.event(
+            EventKind.CUDA_ERROR,
+            attrs={"what": f"device assert {found['what'] or ''}".strip(), "watchdog": 0},
+        )
 
 
 _OOM = rx(
-    r"CUDA out of memory|HIP out of memory|OutOfMemoryError|CUDA error: out of memory|Cuda failure(?: \d+)? 'out of memory'|"
-    r"Failed to CUDA calloc|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: Out of memory|"
+    r"CUDA out of memory|HIP out of memory|OutOfMemoryError|CUDA error: out of memory|"
+    r"Cuda failure(?: \d+)? 'out of memory'|"
+    r"Failed to CUDA calloc|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"RESOURCE_EXHAUSTED: Out of memory|"
     r"NCCL (?:WARN|error).{0,40}out of memory|torch\.OutOfMemoryError|XLA.{0,40}out of memory"
-)  # fmt: skip
-_HOST_WORDS = re.compile(r"ray\.exceptions\.OutOfMemoryError|ray OOM|[Hh]ost memory|DefaultCPUAllocator|Cannot allocate memory|(?<![A-Za-z])MemoryError\b")
+)
+_HOST_WORDS = re.compile(
+    r"ray\.exceptions\.OutOfMemoryError|ray OOM|[Hh]ost memory|DefaultCPUAllocator|"
+    r"Cannot allocate memory|(?<![A-Za-z])MemoryError\b"
+)
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _RANK_IN = re.compile(r"(?:on rank|\brank[ =:]?)\s*(\d+)", re.I)
 
@@ -70,10 +95,15 @@ def parse_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 _HOST_OOM = re.compile(
-    r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|^MemoryError|numpy\.core\._exceptions\._ArrayMemoryError|"
-    r"ray\.exceptions\.OutOfMemoryError|Out of memory: Kill(?:ed)? process (?P<pid>\d+)|oom-kill:|Memory cgroup out of memory: Killed process (?P<pid2>\d+)|"
-    r"Killed process (?P<pid3>\d+) .*total-vm|invoked oom-killer|killed by the OOM killer|Workers \(tasks / actors\) killed due to memory pressure|OOMKilled|was killed due to the node running low on memory"
-)  # fmt: skip
+    r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|"
+    r"^MemoryError|numpy\.core\._exceptions\._ArrayMemoryError|"
+    r"ray\.exceptions\.OutOfMemoryError|"
+    r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|oom-kill:|"
+    r"Memory cgroup out of memory: Killed process (?P<pid2>\d+)|"
+    r"Killed process (?P<pid3>\d+) .*total-vm|invoked oom-killer|"
+    r"killed by the OOM killer|Workers \(tasks / actors\) killed due to memory "
+    r"pressure|OOMKilled|was killed due to the node running low on memory"
+)
 
 
 def parse_host_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -89,8 +119,49 @@ def parse_host_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 PARSERS = (
-    Parser("error", ("CUDA", "HIP error", "Cuda failure", "cuda error", "cudaError", "CUBLAS_STATUS", "CUDNN_STATUS"), parse_error),
+    Parser(
+        "error",
+        (
+            "CUDA",
+            "HIP error",
+            "Cuda failure",
+            "cuda error",
+            "cudaError",
+            "CUBLAS_STATUS",
+            "CUDNN_STATUS",
+        ),
+        parse_error,
+    ),
     Parser("assert", ("Assertion `", "device-side assert"), parse_assert),
-    Parser("oom", ("out of memory", "OutOfMemory", "Out of memory", "CUDA calloc", "MemoryAllocation", "ALLOC_FAILED"), parse_oom),
-    Parser("host_oom", ("CPUAllocator", "Cannot allocate memory", "bad_alloc", "MemoryError", "OutOfMemoryError", "Out of memory", "oom-kill", "Memory cgroup", "Killed process", "OOM killer", "memory pressure", "OOMKilled", "low on memory"), parse_host_oom),
-)  # fmt: skip
+    Parser(
+        "oom",
+        (
+            "out of memory",
+            "OutOfMemory",
+            "Out of memory",
+            "CUDA calloc",
+            "MemoryAllocation",
+            "ALLOC_FAILED",
+        ),
+        parse_oom,
+    ),
+    Parser(
+        "host_oom",
+        (
+            "CPUAllocator",
+            "Cannot allocate memory",
+            "bad_alloc",
+            "MemoryError",
+            "OutOfMemoryError",
+            "Out of memory",
+            "oom-kill",
+            "Memory cgroup",
+            "Killed process",
+            "OOM killer",
+            "memory pressure",
+            "OOMKilled",
+            "low on memory",
+        ),
+        parse_host_oom,
+    ),
+)

@@ -7,7 +7,9 @@ from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record
 
 _XID = re.compile(
-    r"\bXid\b(?:\s*\((?:PCI:)?(?P<gpu>[0-9A-Fa-f:.]+)\))?\s*(?:error|code|event)?\s*[:=#]?\s*(?P<xid>\d{1,3})\b", re.I
+    r"\bXid\b(?:\s*\((?:PCI:)?(?P<gpu>[0-9A-Fa-f:.]+)\))?\s*(?:error|code|"
+    r"event)?\s*[:=#]?\s*(?P<xid>\d{1,3})\b",
+    re.I,
 )
 _PID = re.compile(r"pid='?(\d+)")
 
@@ -41,12 +43,44 @@ def _xid_kind(xid: int) -> str:
 
 
 _FAULTS = (
-    ("ecc", re.compile(r"uncorrectable (?:NVLink|ECC) error|(?:double.bit|uncorrectable|DBE)\s+ECC\s+error|cudaErrorECCUncorrectable|ECC error encountered", re.I)),
-    ("lost", re.compile(r"[Gg][Pp][Uu] has fallen off the bus|Unable to determine the device handle|GPU is lost|GPU_IS_LOST|cudaErrorDeviceUnavailable|GPU at PCI:\S+ has fallen|No devices were found|nvmlDeviceGetHandle\w* failed")),
-    ("nvlink", re.compile(r"cudaErrorNvlinkUncorrectable|uncorrectable NVLink error|NVLink.{0,40}(?:fatal|uncorrectable|link failure)|SXid.{0,60}|nvidia-nvswitch\d*:.{0,60}[Ff]atal|NVLink: Link \d+ (?:error|down)", re.I)),
-    ("xid", re.compile(r"cudaErrorHardwareStackError|unspecified hardware (?:failure|error)|GSP (?:RPC )?(?:timeout|task)|Timeout waiting for RPC from GSP", re.I)),
-)  # fmt: skip
-_BUS = re.compile(r"(?:GPU|PCI:?|gpu )\s*:?((?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}(?:\.\d)?)")
+    (
+        "ecc",
+        re.compile(
+            r"uncorrectable (?:NVLink|ECC) error|(?:double.bit|uncorrectable|"
+            r"DBE)\s+ECC\s+error|cudaErrorECCUncorrectable|ECC error encountered",
+            re.I,
+        ),
+    ),
+    (
+        "lost",
+        re.compile(
+            r"[Gg][Pp][Uu] has fallen off the bus|"
+            r"Unable to determine the device handle|GPU is lost|GPU_IS_LOST|"
+            r"cudaErrorDeviceUnavailable|GPU at PCI:\S+ has fallen|"
+            r"No devices were found|nvmlDeviceGetHandle\w* failed"
+        ),
+    ),
+    (
+        "nvlink",
+        re.compile(
+            r"cudaErrorNvlinkUncorrectable|uncorrectable NVLink error|"
+            r"NVLink.{0,40}(?:fatal|uncorrectable|link failure)|SXid.{0,60}|"
+            r"nvidia-nvswitch\d*:.{0,60}[Ff]atal|NVLink: Link \d+ (?:error|down)",
+            re.I,
+        ),
+    ),
+    (
+        "xid",
+        re.compile(
+            r"cudaErrorHardwareStackError|unspecified hardware (?:failure|error)|"
+            r"GSP (?:RPC )?(?:timeout|task)|Timeout waiting for RPC from GSP",
+            re.I,
+        ),
+    ),
+)
+_BUS = re.compile(
+    r"(?:GPU|PCI:?|gpu )\s*:?((?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}(?:\.\d)?)"
+)
 
 
 def parse_fault(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -74,7 +108,11 @@ def _node_near(records: Sequence[Record], index: int) -> str | None:
     return None
 
 
-_AER = re.compile(r"AER: (?P<soft>Corrected |Multiple Corrected )?(?P<hard>Uncorrect\w+ \((?:Fatal|Non-Fatal)\)|Fatal)?.*?error(?: message)? received|PCIe Bus Error: severity=(?P<severity>\w+)")
+_AER = re.compile(
+    r"AER: (?P<soft>Corrected |Multiple Corrected )?(?P<hard>Uncorrect\w+ \((?:Fatal|"
+    r"Non-Fatal)\)|Fatal)?.*?error(?: message)? received|"
+    r"PCIe Bus Error: severity=(?P<severity>\w+)"
+)
 _DEVICE = re.compile(r"(?P<dev>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)")
 
 
@@ -89,24 +127,35 @@ def parse_aer(records: Sequence[Record], index: int) -> Iterator[Event]:
     yield record.event(
         EventKind.GPU_FAULT,
         node=record.node or _node_near(records, index),
-        attrs={"what": "aer-corrected" if soft else "aer-fatal", "gpu": device["dev"] if device else ""},
+        attrs={
+            "what": "aer-corrected" if soft else "aer-fatal",
+            "gpu": device["dev"] if device else "",
+        },
     )
 
 
 _FABRIC = re.compile(
-    r"Failed to bind NVLink SHARP|error in the Fabric Manager|fabric ?manager.{0,60}(?:fail|not running|error|inactive|degraded)|"
-    r"CUDA error 802|system not yet initialized|cudaErrorSystemNotReady|NVSwitch.{0,40}(?:fail|fatal|not ready)|Fabric State.{0,30}(?:not|fail)", re.I
-)  # fmt: skip
+    r"Failed to bind NVLink SHARP|error in the Fabric Manager|"
+    r"fabric ?manager.{0,60}(?:fail|not running|error|inactive|degraded)|"
+    r"CUDA error 802|system not yet initialized|cudaErrorSystemNotReady|"
+    r"NVSwitch.{0,40}(?:fail|fatal|not ready)|Fabric State.{0,30}(?:not|fail)",
+    re.I,
+)
 
 
 def parse_fabric(records: Sequence[Record], index: int) -> Iterator[Event]:
     """Fabric manager and NVSwitch set-up: NVLS binding, error 401/802."""
     record = records[index]
     if found := _FABRIC.search(record.text):
-        yield record.event(EventKind.GPU_FAULT, attrs={"what": "fabric", "words": found[0][:80], "gpu": ""})
+        yield record.event(
+            EventKind.GPU_FAULT, attrs={"what": "fabric", "words": found[0][:80], "gpu": ""}
+        )
 
 
-_HOST_MEMORY = re.compile(r"Uncorrect(?:ed|able) (?:hardware )?memory error|UNCORRECTABLE MEMORY ERROR|EDAC .*\bUE\b|Hardware Error.*Uncorrected|mce: .*Machine [Cc]heck.*[Uu]ncorrect")
+_HOST_MEMORY = re.compile(
+    r"Uncorrect(?:ed|able) (?:hardware )?memory error|UNCORRECTABLE MEMORY ERROR|"
+    r"EDAC .*\bUE\b|Hardware Error.*Uncorrected|mce: .*Machine [Cc]heck.*[Uu]ncorrect"
+)
 
 
 def parse_host_memory(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -118,8 +167,40 @@ def parse_host_memory(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 PARSERS = (
     Parser("xid", ("Xid", "XID", "xid"), parse_xid),
-    Parser("fault", ("ECC", "allen off the bus", "device handle", "GPU is lost", "GPU_IS_LOST", "DeviceUnavailable", "No devices were found", "nvmlDevice", "NVLink", "Nvlink", "nvswitch", "SXid", "hardware failure", "HardwareStack", "GSP", "ecc error"), parse_fault),
+    Parser(
+        "fault",
+        (
+            "ECC",
+            "allen off the bus",
+            "device handle",
+            "GPU is lost",
+            "GPU_IS_LOST",
+            "DeviceUnavailable",
+            "No devices were found",
+            "nvmlDevice",
+            "NVLink",
+            "Nvlink",
+            "nvswitch",
+            "SXid",
+            "hardware failure",
+            "HardwareStack",
+            "GSP",
+            "ecc error",
+        ),
+        parse_fault,
+    ),
     Parser("aer", ("AER:", "PCIe Bus Error"), parse_aer),
-    Parser("fabric", ("NVLink SHARP", "abric", "CUDA error 802", "SystemNotReady", "not yet initialized", "NVSwitch"), parse_fabric),
+    Parser(
+        "fabric",
+        (
+            "NVLink SHARP",
+            "abric",
+            "CUDA error 802",
+            "SystemNotReady",
+            "not yet initialized",
+            "NVSwitch",
+        ),
+        parse_fabric,
+    ),
     Parser("host_memory", ("ncorrect", "UNCORRECTABLE MEMORY", "EDAC"), parse_host_memory),
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""NCCL's network side: completion errors of four generations, async events, queue pairs, sockets."""
+"""NCCL's network side: completion errors (four generations), async events, queue pairs, sockets."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,23 @@ from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record, rx
 
 _STATUS_NAMES = {
-    "IBV_WC_LOC_LEN_ERR": 1, "IBV_WC_LOC_QP_OP_ERR": 2, "IBV_WC_LOC_PROT_ERR": 4,
-    "IBV_WC_WR_FLUSH_ERR": 5, "IBV_WC_MW_BIND_ERR": 6, "IBV_WC_BAD_RESP_ERR": 7,
-    "IBV_WC_LOC_ACCESS_ERR": 8, "IBV_WC_REM_INV_REQ_ERR": 9, "IBV_WC_REM_ACCESS_ERR": 10,
-    "IBV_WC_REM_OP_ERR": 11, "IBV_WC_RETRY_EXC_ERR": 12, "IBV_WC_RNR_RETRY_EXC_ERR": 13,
-    "IBV_WC_REM_ABORT_ERR": 16, "IBV_WC_FATAL_ERR": 19, "IBV_WC_RESP_TIMEOUT_ERR": 20,
+    "IBV_WC_LOC_LEN_ERR": 1,
+    "IBV_WC_LOC_QP_OP_ERR": 2,
+    "IBV_WC_LOC_PROT_ERR": 4,
+    "IBV_WC_WR_FLUSH_ERR": 5,
+    "IBV_WC_MW_BIND_ERR": 6,
+    "IBV_WC_BAD_RESP_ERR": 7,
+    "IBV_WC_LOC_ACCESS_ERR": 8,
+    "IBV_WC_REM_INV_REQ_ERR": 9,
+    "IBV_WC_REM_ACCESS_ERR": 10,
+    "IBV_WC_REM_OP_ERR": 11,
+    "IBV_WC_RETRY_EXC_ERR": 12,
+    "IBV_WC_RNR_RETRY_EXC_ERR": 13,
+    "IBV_WC_REM_ABORT_ERR": 16,
+    "IBV_WC_FATAL_ERR": 19,
+    "IBV_WC_RESP_TIMEOUT_ERR": 20,
     "IBV_WC_GENERAL_ERR": 21,
-}  # fmt: skip
+}
 _COMPLETION = re.compile(
     r"Got completion (?:from|with)\s*(?:peer\s*(?P<peer>[^\s<]+)(?:<(?P<port>\d+)>)?)?.*?"
     r"(?:status\s*=\s*(?P<name>[A-Z_a-z ]*?)\(?(?P<status>\d+)\)?|error (?P<error>\d+))"
@@ -33,7 +43,10 @@ def parse_completion(records: Sequence[Record], index: int) -> Iterator[Event]:
     for name, value in _STATUS_NAMES.items():
         if found["name"] and name in found["name"]:
             number = value
-    attrs: dict[str, str | int | float | tuple[int, ...]] = {"status": number, "peer": found["peer"] or ""}
+    attrs: dict[str, str | int | float | tuple[int, ...]] = {
+        "status": number,
+        "peer": found["peer"] or "",
+    }
     for key, pattern in (("hca", _HCA), ("local_gid", _LOCAL_GID), ("remote_gid", _REMOTE_GID)):
         if extra := pattern.search(record.text):
             attrs[key] = extra[1].removeprefix("::ffff:").removeprefix(":ffff:")
@@ -42,9 +55,17 @@ def parse_completion(records: Sequence[Record], index: int) -> Iterator[Event]:
     yield record.event(EventKind.NET_ERROR, attrs=attrs)
 
 
-_ASYNC = re.compile(r"(?:(?P<hca>[\w.-]+)(?::(?P<port>\d+))? )?Got (?:(?P<soft>non-fatal) )?async (?:event|error event)\s*:\s*(?P<what>[^\n]+)", re.I)
-_FATAL_ASYNC = re.compile(r"catastrophic|device fatal|port error|port (?:is )?down|fatal|QP .*(?:error|access)", re.I)
-_RECOVERED = re.compile(r"port active|client reregist|LID change|GID (?:table )?change|pkey|SM change", re.I)
+_ASYNC = re.compile(
+    r"(?:(?P<hca>[\w.-]+)(?::(?P<port>\d+))? )?Got (?:(?P<soft>non-fatal) )?async "
+    r"(?:event|error event)\s*:\s*(?P<what>[^\n]+)",
+    re.I,
+)
+_FATAL_ASYNC = re.compile(
+    r"catastrophic|device fatal|port error|port (?:is )?down|fatal|QP .*(?:error|access)", re.I
+)
+_RECOVERED = re.compile(
+    r"port active|client reregist|LID change|GID (?:table )?change|pkey|SM change", re.I
+)
 
 
 def parse_async(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -64,7 +85,8 @@ def parse_async(records: Sequence[Record], index: int) -> Iterator[Event]:
 _KERNEL_LINK = re.compile(
     r"(?P<hca>mlx\d_\w+|mlx5_core|\w*ib\d+|hfi1_\d|bnxt_re\d*|irdma\d*|efa_\d|en[ops]\w+|ib\d)\b.*?"
     r"(?P<what>link is not ready|Link (?:is )?[Dd]own|[Ll]ink down|health compromised|"
-    r"device's health|Fatal(?: error)?|unexpected removal|Port \d+ (?:down|inactive)|NIC Link is Down|CQE error|"
+    r"device's health|Fatal(?: error)?|unexpected removal|Port \d+ (?:down|inactive)|"
+    r"NIC Link is Down|CQE error|"
     r"link becomes? down|port module event.*(?:unplugged|error|disabled))"
 )
 
@@ -80,7 +102,8 @@ def parse_kernel_link(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 _MODIFY = rx(
-    r"Call to (?:wrap_)?ibv_modify_qp failed(?: with)?(?: error)? (?P<errno>\d+)? ?(?P<what>[A-Z][a-z]+(?:\s[a-z]+){0,4})?"
+    r"Call to (?:wrap_)?ibv_modify_qp failed(?: with)?(?: error)? "
+    r"(?P<errno>\d+)? ?(?P<what>[A-Z][a-z]+(?:\s[a-z]+){0,4})?"
 )
 _MODIFY_EXTRA = {
     "dev": re.compile(r"\bon dev (\S+?),"),
@@ -95,7 +118,10 @@ def parse_modify_qp(records: Sequence[Record], index: int) -> Iterator[Event]:
     found = _MODIFY.search(record.text)
     if found is None:
         return
-    attrs: dict[str, str | int | float | tuple[int, ...]] = {"call": "modify_qp", "what": (found["what"] or "").strip()}
+    attrs: dict[str, str | int | float | tuple[int, ...]] = {
+        "call": "modify_qp",
+        "what": (found["what"] or "").strip(),
+    }
     if found["errno"]:
         attrs["errno"] = int(found["errno"])
     for key, pattern in _MODIFY_EXTRA.items():
@@ -104,8 +130,13 @@ def parse_modify_qp(records: Sequence[Record], index: int) -> Iterator[Event]:
     yield record.event(EventKind.NET_ERROR, attrs=attrs)
 
 
-_OPEN_DEVICE = rx(r"Unable to open device (?P<hca>[\w.-]+)|ibv_open_device\(?(?P<hca2>[\w.-]*)\)? failed")
-_NO_DEVICE = re.compile(r"NET/IB : No device found|No IB devices? found|could not find (?:device|HCA) (?P<hca>[\w.-]+)", re.I)
+_OPEN_DEVICE = rx(
+    r"Unable to open device (?P<hca>[\w.-]+)|ibv_open_device\(?(?P<hca2>[\w.-]*)\)? failed"
+)
+_NO_DEVICE = re.compile(
+    r"NET/IB : No device found|No IB devices? found|could not find (?:device|HCA) (?P<hca>[\w.-]+)",
+    re.I,
+)
 
 
 def parse_nic_missing(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -113,10 +144,15 @@ def parse_nic_missing(records: Sequence[Record], index: int) -> Iterator[Event]:
     record = records[index]
     if found := _OPEN_DEVICE.search(record.text):
         hca = found["hca"] or found["hca2"] or ""
-        yield record.event(EventKind.LINK_EVENT, attrs={"what": "cannot open", "hca": hca, "fatal": 1, "layer": "open"})
+        yield record.event(
+            EventKind.LINK_EVENT,
+            attrs={"what": "cannot open", "hca": hca, "fatal": 1, "layer": "open"},
+        )
 
 
-_REGISTER = re.compile(r"Call to ibv_reg_(?:dmabuf_)?mr(?:_iova2)? failed(?: with error)? ?(?P<what>[^\n]*)")
+_REGISTER = re.compile(
+    r"Call to ibv_reg_(?:dmabuf_)?mr(?:_iova2)? failed(?: with error)? ?(?P<what>[^\n]*)"
+)
 _OTHER_IBV = re.compile(r"Call to (?P<call>ibv_\w+) failed(?: with error)? ?(?P<what>[^\n]*)")
 
 
@@ -124,16 +160,26 @@ def parse_register(records: Sequence[Record], index: int) -> Iterator[Event]:
     """Memory registration and other verbs calls that failed."""
     record = records[index]
     if found := _REGISTER.search(record.text):
-        yield record.event(EventKind.NET_ERROR, attrs={"call": "reg_mr", "what": found["what"][:80]})
-    elif (found := _OTHER_IBV.search(record.text)) and found["call"] not in ("ibv_modify_qp", "ibv_get_async_event"):
-        yield record.event(EventKind.NET_ERROR, attrs={"call": found["call"], "what": found["what"][:80]})
+        yield record.event(
+            EventKind.NET_ERROR, attrs={"call": "reg_mr", "what": found["what"][:80]}
+        )
+    elif (found := _OTHER_IBV.search(record.text)) and found["call"] not in (
+        "ibv_modify_qp",
+        "ibv_get_async_event",
+    ):
+        yield record.event(
+            EventKind.NET_ERROR, attrs={"call": found["call"], "what": found["what"][:80]}
+        )
 
 
 _CLOSED = re.compile(
     r"Connection closed by remote peer\s+(?P<peer>[^\s<]+)?(?:<(?P<port>\d+)>)?"
-    r"|Call to (?:recv|send|connect|recvmsg|sendmsg)\w* (?:from|to)\s+(?P<peer2>[^\s<]+)(?:<\d+>)?\s*"
+    r"|Call to (?:recv|send|connect|recvmsg|sendmsg)\w* (?:from|"
+    r"to)\s+(?P<peer2>[^\s<]+)(?:<\d+>)?\s*"
     r"(?:failed|returned|timed?)\s*:?\s*(?P<what>[^\n,]*)"
-    r"|socketPollConnect:? (?:connect to|connecting to address)\s*(?P<peer3>[^\s<]+)<\d+>[^\n]*?(?P<what3>Connection refused|timed out|No route to host|Connection reset)"
+    r"|socketPollConnect:? (?:connect to|"
+    r"connecting to address)\s*(?P<peer3>[^\s<]+)<\d+>[^\n]*?(?P<what3>Connection "
+    r"refused|timed out|No route to host|Connection reset)"
 )
 
 
@@ -162,14 +208,18 @@ _REMOTE = re.compile(r"ncclRemoteError:|remote process exited or there was a net
 
 
 def parse_remote_error(records: Sequence[Record], index: int) -> Iterator[Event]:
-    """`ncclRemoteError: A call failed possibly due to a network error or a remote process exiting`."""
+    """`ncclRemoteError: A call failed possibly due to a network error or a remote process ...`."""
     record = records[index]
     if _REMOTE.search(record.text):
-        yield record.event(EventKind.PEER_LOST, attrs={"peer": "", "what": "ncclRemoteError", "layer": "nccl-remote"})
+        yield record.event(
+            EventKind.PEER_LOST,
+            attrs={"peer": "", "what": "ncclRemoteError", "layer": "nccl-remote"},
+        )
 
 
 _INIT = re.compile(
-    r"(?:comm (?P<comm>0x[0-9a-f]+) )?rank (?P<rank>\d+) n[Rr]anks (?P<n>\d+)(?: cudaDev (?P<dev>\d+))?"
+    r"(?:comm (?P<comm>0x[0-9a-f]+) )?rank (?P<rank>\d+) n[Rr]anks (?P<n>\d+)(?: "
+    r"cudaDev (?P<dev>\d+))?"
     r"(?: nvmlDev \d+)?(?: busId (?P<bus>[0-9a-fA-F]+))?(?: commId (?P<id>0x[0-9a-f]+))?"
 )
 
@@ -203,12 +253,37 @@ def parse_bootstrap(records: Sequence[Record], index: int) -> Iterator[Event]:
 PARSERS = (
     Parser("completion", ("Got completion",), parse_completion, "NCCL 2.3-"),
     Parser("async", ("async event", "async error event"), parse_async),
-    Parser("kernel_link", ("ink down", "ink is Down", "ink Down", "ink is not ready", "ealth compromised", "device's health", "odule event", "unexpected removal", "becomes down", "CQE error"), parse_kernel_link),
+    Parser(
+        "kernel_link",
+        (
+            "ink down",
+            "ink is Down",
+            "ink Down",
+            "ink is not ready",
+            "ealth compromised",
+            "device's health",
+            "odule event",
+            "unexpected removal",
+            "becomes down",
+            "CQE error",
+        ),
+        parse_kernel_link,
+    ),
     Parser("modify_qp", ("ibv_modify_qp",), parse_modify_qp),
     Parser("nic_missing", ("Unable to open device", "ibv_open_device"), parse_nic_missing),
     Parser("register", ("Call to ibv_",), parse_register),
-    Parser("socket", ("closed by remote peer", "Call to recv", "Call to send", "Call to connect", "socketPollConnect"), parse_socket),
+    Parser(
+        "socket",
+        (
+            "closed by remote peer",
+            "Call to recv",
+            "Call to send",
+            "Call to connect",
+            "socketPollConnect",
+        ),
+        parse_socket,
+    ),
     Parser("remote_error", ("ncclRemoteError", "remote process exited"), parse_remote_error),
     Parser("bootstrap", ("Bootstrap : Using",), parse_bootstrap),
     Parser("init", ("nranks ", "nRanks "), parse_init),
-)  # fmt: skip
+)

@@ -7,13 +7,59 @@ from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record
 
 _PHASES = (
-    ("finished", re.compile(r"[Tt]raining (?:is )?(?:completed?|finished|done|ended|has ended)|train_runtime|[Dd]one training|\bafter training is done\b|Saving (?:the )?final|Finished training|End training|job (?:finished|completed) successfully", re.I)),
-    ("checkpoint", re.compile(r"[Ss]aving (?:the |model |full )*(?:checkpoint|optimizer|state|model)|[Ss]ave_?(?:checkpoint|pretrained|state)|Writing checkpoint|saving checkpoint at iteration|Saving model checkpoint to", re.I)),
-    ("evaluation", re.compile(r"Running [Ee]valuation|Evaluating\b|\*\*\*\*\* Running (?:Evaluation|Prediction)|[Vv]alidation (?:step|epoch|loop|DataLoader|sanity|started)|Validating\b|eval_batch|start evaluation|Running validation", re.I)),
-    ("rollout", re.compile(r"Processed prompts:|generat(?:ing|e_sequences) |[Rr]ollout (?:phase|step|start|worker)|Generating (?:rollouts|samples|experience)|Decode batch", re.I)),
-    ("data", re.compile(r"Loading (?:dataset|data)|Tokeniz(?:ing|er)\b.*(?:dataset|%)|Map \(num_proc|Running tokenizer|Building (?:dataset|index)|preprocess", re.I)),
-    ("init", re.compile(r"Initializing (?:process group|model)|Loading checkpoint shards|Bootstrap : Using|Loading (?:model|weights)", re.I)),
-)  # fmt: skip
+    (
+        "finished",
+        re.compile(
+            r"[Tt]raining (?:is )?(?:completed?|finished|done|ended|has ended)|"
+            r"train_runtime|[Dd]one training|\bafter training is done\b|"
+            r"Saving (?:the )?final|Finished training|End training|job (?:finished|"
+            r"completed) successfully",
+            re.I,
+        ),
+    ),
+    (
+        "checkpoint",
+        re.compile(
+            r"[Ss]aving (?:the |model |full )*(?:checkpoint|optimizer|state|model)|"
+            r"[Ss]ave_?(?:checkpoint|pretrained|state)|Writing checkpoint|"
+            r"saving checkpoint at iteration|Saving model checkpoint to",
+            re.I,
+        ),
+    ),
+    (
+        "evaluation",
+        re.compile(
+            r"Running [Ee]valuation|Evaluating\b|\*\*\*\*\* Running (?:Evaluation|"
+            r"Prediction)|[Vv]alidation (?:step|epoch|loop|DataLoader|sanity|started)|"
+            r"Validating\b|eval_batch|start evaluation|Running validation",
+            re.I,
+        ),
+    ),
+    (
+        "rollout",
+        re.compile(
+            r"Processed prompts:|generat(?:ing|e_sequences) |[Rr]ollout (?:phase|step|"
+            r"start|worker)|Generating (?:rollouts|samples|experience)|Decode batch",
+            re.I,
+        ),
+    ),
+    (
+        "data",
+        re.compile(
+            r"Loading (?:dataset|data)|Tokeniz(?:ing|er)\b.*(?:dataset|%)|"
+            r"Map \(num_proc|Running tokenizer|Building (?:dataset|index)|preprocess",
+            re.I,
+        ),
+    ),
+    (
+        "init",
+        re.compile(
+            r"Initializing (?:process group|model)|Loading checkpoint shards|"
+            r"Bootstrap : Using|Loading (?:model|weights)",
+            re.I,
+        ),
+    ),
+)
 
 
 def parse_phase(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -25,7 +71,10 @@ def parse_phase(records: Sequence[Record], index: int) -> Iterator[Event]:
             return
 
 
-_NCCL = re.compile(r"(?:NCCL version |nvidia-nccl-cu\d+\s*==\s*|\bNCCL[ /]|\b)(?P<version>2\.\d{1,2}\.\d{1,2})(?:\+cuda[\d.]+|-\d)?(?=\D|$)")
+_NCCL = re.compile(
+    r"(?:NCCL version |nvidia-nccl-cu\d+\s*==\s*|\bNCCL[ /]|"
+    r"\b)(?P<version>2\.\d{1,2}\.\d{1,2})(?:\+cuda[\d.]+|-\d)?(?=\D|$)"
+)
 
 
 def parse_nccl_version(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -38,7 +87,11 @@ def parse_nccl_version(records: Sequence[Record], index: int) -> Iterator[Event]
             around = record.text[max(0, found.start() - 30) : found.end() + 60]
             yield record.event(
                 EventKind.CONFIG_NOTE,
-                attrs={"note": "nccl-version", "version": found["version"], "blamed": int(bool(_BLAME.search(around)))},
+                attrs={
+                    "note": "nccl-version",
+                    "version": found["version"],
+                    "blamed": int(bool(_BLAME.search(around))),
+                },
             )
 
 
@@ -51,13 +104,40 @@ def parse_wedge(records: Sequence[Record], index: int) -> Iterator[Event]:
     record = records[index]
     if _WEDGE.search(record.text):
         clean = bool(re.search(r"no Xid|no error|no time-?out|silent", record.text, re.I))
-        yield record.event(EventKind.CONFIG_NOTE, attrs={"note": "wedge", "clean_hardware": int(clean)})
+        yield record.event(
+            EventKind.CONFIG_NOTE, attrs={"note": "wedge", "clean_hardware": int(clean)}
+        )
 
 
 PARSERS = (
-    Parser("phase", ("raining", "train_runtime", "aving", "ave_", "valuat", "alidat", "Processed prompts", "enerat", "ollout", "Loading", "okeniz", "Map (num_proc", "Building", "Initializing", "Bootstrap", "Decode batch", "job finished", "job completed", "preprocess", "eval_batch"), parse_phase),
+    Parser(
+        "phase",
+        (
+            "raining",
+            "train_runtime",
+            "aving",
+            "ave_",
+            "valuat",
+            "alidat",
+            "Processed prompts",
+            "enerat",
+            "ollout",
+            "Loading",
+            "okeniz",
+            "Map (num_proc",
+            "Building",
+            "Initializing",
+            "Bootstrap",
+            "Decode batch",
+            "job finished",
+            "job completed",
+            "preprocess",
+            "eval_batch",
+        ),
+        parse_phase,
+    ),
     Parser("nccl_version", ("NCCL", "nccl", "wedge"), parse_nccl_version),
     Parser("wedge", ("wedge", "silent"), parse_wedge),
-)  # fmt: skip
+)
 CONTEXT_ONLY = frozenset({"phase", "nccl_version"})
 """Parsers whose literals do not open a window: their lines are everywhere."""

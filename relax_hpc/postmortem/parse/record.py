@@ -10,7 +10,7 @@ its process group.
 import datetime
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -52,7 +52,12 @@ class Record(msgspec.Struct):
 
     def event(self, kind: EventKind, **fields: object) -> Event:
         """Make an event; `fields` win over what the prefixes say, None does not."""
-        known = {"rank": self.rank, "node": self.node, "pid": self.pid, "time": self.time}
+        known: dict[str, object] = {
+            "rank": self.rank,
+            "node": self.node,
+            "pid": self.pid,
+            "time": self.time,
+        }
         known |= {name: value for name, value in fields.items() if value is not None}
         if isinstance(known["rank"], int) and not 0 <= known["rank"] < MAX_RANK:
             known["rank"] = None
@@ -64,8 +69,8 @@ class Parser(msgspec.Struct, frozen=True):
 
     name: str
     literals: tuple[str, ...]
-    function: object
-    """(records, index) -> iterator of events"""
+    function: Callable[[Sequence[Record], int], Iterator[Event]]
+    """Gets the records of a window and the index of the one that holds a literal."""
     versions: str = ""
 
 

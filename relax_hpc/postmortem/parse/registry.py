@@ -1,11 +1,11 @@
 """All parsers, and which literals make a line worth reading."""
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 
 from relax_hpc.postmortem.evidence import Event
 from relax_hpc.postmortem.parse import (
     cuda,
+    gloo,
     hardware,
     launch,
     mismatch,
@@ -21,17 +21,26 @@ from relax_hpc.postmortem.parse import (
 from relax_hpc.postmortem.parse.record import Parser, Record
 
 ALL: tuple[Parser, ...] = (
-    *watchdog.PARSERS, *mismatch.PARSERS, *ras.PARSERS, *network.PARSERS, *hardware.PARSERS,
-    *cuda.PARSERS, *slurm.PARSERS, *launch.PARSERS, *traceback.PARSERS, *storage.PARSERS,
-    *stacks.PARSERS, *phase.PARSERS,
-)  # fmt: skip
-if importlib.util.find_spec("relax_hpc.postmortem.parse.gloo") is not None:
-    from relax_hpc.postmortem.parse import gloo
-
-    ALL = (*ALL, *gloo.PARSERS)
+    *watchdog.PARSERS,
+    *gloo.PARSERS,
+    *mismatch.PARSERS,
+    *ras.PARSERS,
+    *network.PARSERS,
+    *hardware.PARSERS,
+    *cuda.PARSERS,
+    *slurm.PARSERS,
+    *launch.PARSERS,
+    *traceback.PARSERS,
+    *storage.PARSERS,
+    *stacks.PARSERS,
+    *phase.PARSERS,
+)
 
 LITERALS: tuple[str, ...] = tuple(
-    literal for parser in ALL if parser.name not in phase.CONTEXT_ONLY for literal in parser.literals
+    literal
+    for parser in ALL
+    if parser.name not in phase.CONTEXT_ONLY
+    for literal in parser.literals
 )
 
 
@@ -41,4 +50,4 @@ def parse(records: Sequence[Record]) -> Iterator[Event]:
         text = record.text
         for parser in ALL:
             if any(literal in text for literal in parser.literals):
-                yield from parser.function(records, index)  # type: ignore[operator]
+                yield from parser.function(records, index)

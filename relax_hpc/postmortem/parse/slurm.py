@@ -9,14 +9,21 @@ from relax_hpc.postmortem.parse.record import Parser, Record, read_stamp
 from relax_hpc.slurm_notation import expand_hostlist
 
 _CANCELLED = re.compile(
-    r"\*\*\* (?P<what>JOB|STEP) (?P<id>[\w+.\[\]-]+) ON (?P<node>\S+) (?:(?P<verb>CANCELLED|FAILED)[^*]*? AT |(?P<verb2>STEPD TERMINATED|UNCORRECTABLE MEMORY ERROR).*? AT )"
+    r"\*\*\* (?P<what>JOB|STEP) (?P<id>[\w+.\[\]-]+) ON (?P<node>\S+) "
+    r"(?:(?P<verb>CANCELLED|FAILED)[^*]*? AT |(?P<verb2>STEPD TERMINATED|"
+    r"UNCORRECTABLE MEMORY ERROR).*? AT )"
     r"(?P<when>\S+)(?P<reason>[^*]*)(?:\*\*\*|$)"
 )
 _REASONS = (
-    ("time-limit", "TIME LIMIT"), ("preemption", "PREEMPTION"), ("node-failure", "NODE FAILURE"),
-    ("requeue", "JOB REQUEUE"), ("task-failure", "TASK FAILURE"), ("signal", "SIGNAL"),
-    ("deadline", "DEADLINE"), ("suspended", "SUSPEN"),
-)  # fmt: skip
+    ("time-limit", "TIME LIMIT"),
+    ("preemption", "PREEMPTION"),
+    ("node-failure", "NODE FAILURE"),
+    ("requeue", "JOB REQUEUE"),
+    ("task-failure", "TASK FAILURE"),
+    ("signal", "SIGNAL"),
+    ("deadline", "DEADLINE"),
+    ("suspended", "SUSPEN"),
+)
 MAX_NODES = 512
 
 
@@ -25,7 +32,7 @@ def _job(text: str) -> str:
 
 
 def parse_cancelled(records: Sequence[Record], index: int) -> Iterator[Event]:
-    """`*** JOB|STEP id ON node CANCELLED AT t [DUE TO reason] ***`; the node is the first one only."""
+    """`*** JOB|STEP id ON node CANCELLED AT t [DUE TO reason] ***`; the node is the first one."""
     record = records[index]
     for found in _CANCELLED.finditer(record.text):
         words = found["reason"].upper()
@@ -34,13 +41,21 @@ def parse_cancelled(records: Sequence[Record], index: int) -> Iterator[Event]:
             EventKind.SCHEDULER,
             node="",
             time=read_stamp(found["when"]),
-            attrs={"reason": reason, "what": found["what"].lower(), "job": _job(found["id"]), "step": found["id"], "printed_on": found["node"]},
+            attrs={
+                "reason": reason,
+                "what": found["what"].lower(),
+                "job": _job(found["id"]),
+                "step": found["id"],
+                "printed_on": found["node"],
+            },
         )
 
 
 _TASKS = re.compile(
-    r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,\[\]-]+):? (?P<end>Exited with exit code (?P<code>\d+)|Out Of Memory|Bus error|Killed|Terminated|Aborted|"
-    r"Segmentation fault|Illegal instruction|Floating point exception|Hangup|Interrupt|User defined signal \d|unknown|[A-Z][\w ]+?)(?: \(core dumped\))?\s*$"
+    r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,\[\]-]+):? (?P<end>Exited with "
+    r"exit code (?P<code>\d+)|Out Of Memory|Bus error|Killed|Terminated|Aborted|"
+    r"Segmentation fault|Illegal instruction|Floating point exception|Hangup|Interrupt|"
+    r"User defined signal \d|unknown|[A-Z][\w ]+?)(?: \(core dumped\))?\s*$"
 )
 
 
@@ -53,7 +68,10 @@ def parse_tasks(records: Sequence[Record], index: int) -> Iterator[Event]:
     tasks = _numbers(found["tasks"])
     end = found["end"].strip()
     kind = EventKind.PROCESS_EXIT
-    attrs: dict[str, str | int | float | tuple[int, ...]] = {"end": end, "tasks": tuple(tasks[:4096])}
+    attrs: dict[str, str | int | float | tuple[int, ...]] = {
+        "end": end,
+        "tasks": tuple(tasks[:4096]),
+    }
     if found["code"]:
         attrs["exit_code"] = int(found["code"])
     if end == "Out Of Memory":
@@ -61,7 +79,12 @@ def parse_tasks(records: Sequence[Record], index: int) -> Iterator[Event]:
         attrs["where"] = "host"
     nodes = _nodes(found["nodes"])
     attrs["nodes"] = ",".join(nodes)
-    yield record.event(kind, node=nodes[0] if len(nodes) == 1 else "", rank=tasks[0] if len(tasks) == 1 else None, attrs=attrs)
+    yield record.event(
+        kind,
+        node=nodes[0] if len(nodes) == 1 else "",
+        rank=tasks[0] if len(tasks) == 1 else None,
+        attrs=attrs,
+    )
 
 
 def _nodes(text: str) -> list[str]:
@@ -81,7 +104,11 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-_OOM = re.compile(r"Detected \d+ oom[-_]kill event(?:\(s\)|s)? in (?:StepId=|step )(?P<step>\S+)|Exceeded (?:job|step) memory limit|oom-kill event\(s\)|[Ss]ome of the step tasks have been OOM Killed")
+_OOM = re.compile(
+    r"Detected \d+ oom[-_]kill event(?:\(s\)|s)? in (?:StepId=|step )(?P<step>\S+)|"
+    r"Exceeded (?:job|step) memory limit|oom-kill event\(s\)|"
+    r"[Ss]ome of the step tasks have been OOM Killed"
+)
 
 
 def parse_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -96,25 +123,60 @@ def parse_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
         )
 
 
-_NODE_FAILURE = re.compile(r"Node failure on (?P<node>\S+)|due to failure of node (?P<node2>\S+)|[Nn]odes? (?P<node3>\S+) (?:not responding|is down|DOWN)|error: Aborting, .*? not responding|Batch JobId=\d+ missing from batch node (?P<node4>\S+)")
+_NODE_FAILURE = re.compile(
+    r"Node failure on (?P<node>\S+)|due to failure of node (?P<node2>\S+)|"
+    r"[Nn]odes? (?P<node3>\S+) (?:not responding|is down|DOWN)|"
+    r"error: Aborting, .*? not responding|"
+    r"Batch JobId=\d+ missing from batch node (?P<node4>\S+)"
+)
 
 
 def parse_node_failure(records: Sequence[Record], index: int) -> Iterator[Event]:
     """Lines that name the failed node itself (srun, slurmctld)."""
     record = records[index]
     if found := _NODE_FAILURE.search(record.text):
-        nodes = _nodes((found["node"] or found["node2"] or found["node3"] or found["node4"] or "").rstrip(".,:;"))
+        nodes = _nodes(
+            (found["node"] or found["node2"] or found["node3"] or found["node4"] or "").rstrip(
+                ".,:;"
+            )
+        )
         sure = bool(found["node"] or found["node2"])
         for node in nodes:
-            yield record.event(EventKind.SCHEDULER, node=node, attrs={"reason": "node-failure" if sure else "not-responding", "what": "node"})
+            yield record.event(
+                EventKind.SCHEDULER,
+                node=node,
+                attrs={"reason": "node-failure" if sure else "not-responding", "what": "node"},
+            )
 
 
 _LAUNCH = (
-    ("cpu-bind", re.compile(r"CPU binding outside of job step allocation|Unable to satisfy cpu bind request")),
-    ("step-create", re.compile(r"Unable to create step for job \d+: (?P<why>.+)|[Jj]ob step creation (?:still )?disabled|Unable to confirm allocation for job")),
+    (
+        "cpu-bind",
+        re.compile(
+            r"CPU binding outside of job step allocation|Unable to satisfy cpu bind request"
+        ),
+    ),
+    (
+        "step-create",
+        re.compile(
+            r"Unable to create step for job \d+: (?P<why>.+)|"
+            r"[Jj]ob step creation (?:still )?disabled|"
+            r"Unable to confirm allocation for job"
+        ),
+    ),
     ("step-busy", re.compile(r"step creation temporarily disabled, retrying")),
-    ("exec", re.compile(r"execve\(\): (?P<why>.+)|error: Unable to exec|couldn't exec|task_p_pre_launch|Can't chdir|error: Task launch .*failed on node (?P<node>\S+?): (?P<why2>.+)|Application launch failed: (?P<why3>.+)|launch failed requeued held|Job launch failed|[Pp]rolog (?:failed|error)|Invalid (?:account|partition|qos)|Invalid hostfile|Too few NodeNames")),
-)  # fmt: skip
+    (
+        "exec",
+        re.compile(
+            r"execve\(\): (?P<why>.+)|error: Unable to exec|couldn't exec|"
+            r"task_p_pre_launch|Can't chdir|"
+            r"error: Task launch .*failed on node (?P<node>\S+?): (?P<why2>.+)|"
+            r"Application launch failed: (?P<why3>.+)|launch failed requeued held|"
+            r"Job launch failed|[Pp]rolog (?:failed|error)|Invalid (?:account|"
+            r"partition|qos)|Invalid hostfile|Too few NodeNames"
+        ),
+    ),
+)
 
 
 def parse_launch(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -124,12 +186,23 @@ def parse_launch(records: Sequence[Record], index: int) -> Iterator[Event]:
         if found := pattern.search(record.text):
             groups = found.groupdict()
             why = groups.get("why") or groups.get("why2") or groups.get("why3") or found[0]
-            yield record.event(EventKind.LAUNCHER_ERROR, node=groups.get("node") or "", attrs={"reason": reason, "words": why[:120]})
+            yield record.event(
+                EventKind.LAUNCHER_ERROR,
+                node=groups.get("node") or "",
+                attrs={"reason": reason, "words": why[:120]},
+            )
             return
 
 
-_SUBMITIT = re.compile(r"submitit.*?(?:Bypassing signal (?P<bypass>\S+)|Caught signal (?P<caught>\S+?) on (?P<node>\S+?): this job is (?P<why>preempted|timed.?out))|Job (?:is )?timed.?out")
-_TERMINATING = re.compile(r"srun: (?:.*?: )?(?:Force )?Terminat(?:ing|ed) (?:StepId=|job step )(?P<step>\S+)|Job step aborted|forcing job termination|got SIGCONT|interrupt \(one more")
+_SUBMITIT = re.compile(
+    r"submitit.*?(?:Bypassing signal (?P<bypass>\S+)|"
+    r"Caught signal (?P<caught>\S+?) on (?P<node>\S+?): this job is (?P<why>preempted|"
+    r"timed.?out))|Job (?:is )?timed.?out"
+)
+_TERMINATING = re.compile(
+    r"srun: (?:.*?: )?(?:Force )?Terminat(?:ing|ed) (?:StepId=|job step )(?P<step>\S+)|"
+    r"Job step aborted|forcing job termination|got SIGCONT|interrupt \(one more"
+)
 
 
 def parse_orderly(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -137,17 +210,43 @@ def parse_orderly(records: Sequence[Record], index: int) -> Iterator[Event]:
     record = records[index]
     if found := _SUBMITIT.search(record.text):
         if found["bypass"] or found["caught"]:
-            yield record.event(EventKind.SCHEDULER, attrs={"reason": "signal-bypassed" if found["bypass"] else "signal-handled", "what": "process", "signal": found["bypass"] or found["caught"]})
+            yield record.event(
+                EventKind.SCHEDULER,
+                attrs={
+                    "reason": "signal-bypassed" if found["bypass"] else "signal-handled",
+                    "what": "process",
+                    "signal": found["bypass"] or found["caught"],
+                },
+            )
     elif found := _TERMINATING.search(record.text):
-        yield record.event(EventKind.SCHEDULER, attrs={"reason": "terminating", "what": "step", "step": (found["step"] or "").rstrip(".")})
+        yield record.event(
+            EventKind.SCHEDULER,
+            attrs={
+                "reason": "terminating",
+                "what": "step",
+                "step": (found["step"] or "").rstrip("."),
+            },
+        )
 
 
 _SACCT = re.compile(
-    r"^\s*(?P<id>\d+(?:[_+]\S*?)?(?:\.\S+)?)[\s|].*?\b(?P<state>BOOT_FAIL|CANCELLED(?: by \d+)?\+?|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_ME\w*\+?|PREEMPTED|REQUEUED|TIMEOUT|SUSPENDED|LAUNCH_FAILED)[\s|]+"
+    r"^\s*(?P<id>\d+(?:[_+]\S*?)?(?:\.\S+)?)[\s|].*?\b(?P<state>BOOT_FAIL|"
+    r"CANCELLED(?: by \d+)?\+?|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_ME\w*\+?|"
+    r"PREEMPTED|REQUEUED|TIMEOUT|SUSPENDED|LAUNCH_FAILED)[\s|]+"
     r"(?:.*?[\s|])?(?P<code>\d+):(?P<signal>\d+)"
 )
-_SEFF = re.compile(r"^\s*(?:State|JobState)\s*[:=]\s*(?P<state>[A-Z_]+)(?:\s*\(exit code (?P<code>\d+)\))?")
-_STATES = {"NODE_FAIL": "node-failure", "TIMEOUT": "time-limit", "PREEMPTED": "preemption", "BOOT_FAIL": "node-failure", "REQUEUED": "requeue", "DEADLINE": "time-limit", "SUSPENDED": "suspended"}  # fmt: skip
+_SEFF = re.compile(
+    r"^\s*(?:State|JobState)\s*[:=]\s*(?P<state>[A-Z_]+)(?:\s*\(exit code (?P<code>\d+)\))?"
+)
+_STATES = {
+    "NODE_FAIL": "node-failure",
+    "TIMEOUT": "time-limit",
+    "PREEMPTED": "preemption",
+    "BOOT_FAIL": "node-failure",
+    "REQUEUED": "requeue",
+    "DEADLINE": "time-limit",
+    "SUSPENDED": "suspended",
+}
 
 
 def parse_accounting(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -161,17 +260,66 @@ def parse_accounting(records: Sequence[Record], index: int) -> Iterator[Event]:
     if state.startswith("OUT_OF_ME"):
         yield record.event(EventKind.OUT_OF_MEMORY, attrs={"where": "host", "words": state})
     elif state in _STATES:
-        yield record.event(EventKind.SCHEDULER, attrs={"reason": _STATES[state], "what": "sacct", "step": parts.get("id") or ""})
+        yield record.event(
+            EventKind.SCHEDULER,
+            attrs={"reason": _STATES[state], "what": "sacct", "step": parts.get("id") or ""},
+        )
     elif state in ("FAILED", "CANCELLED", "LAUNCH_FAILED"):
-        yield record.event(EventKind.SCHEDULER, attrs={"reason": f"sacct-{state.lower()}", "what": "sacct", "exit_code": code, "signal_number": signal})
+        yield record.event(
+            EventKind.SCHEDULER,
+            attrs={
+                "reason": f"sacct-{state.lower()}",
+                "what": "sacct",
+                "exit_code": code,
+                "signal_number": signal,
+            },
+        )
 
 
 PARSERS = (
     Parser("cancelled", ("*** JOB", "*** STEP"), parse_cancelled),
     Parser("tasks", ("srun: error:",), parse_tasks),
     Parser("oom", ("oom-kill event", "oom_kill event", "memory limit", "OOM Killed"), parse_oom),
-    Parser("node_failure", ("Node failure on", "failure of node", "not responding", "missing from batch node"), parse_node_failure),
-    Parser("launch", ("CPU binding outside", "cpu bind request", "Unable to create step", "step creation", "execve()", "launch failed", "Task launch", "rolog", "confirm allocation", "Invalid hostfile", "Too few NodeNames", "Can't chdir"), parse_launch),
-    Parser("orderly", ("submitit", "Terminating", "Terminated", "Job step aborted", "forcing job", "got SIGCONT"), parse_orderly),
-    Parser("accounting", ("CANCELLED", "NODE_FAIL", "OUT_OF_ME", "PREEMPTED", "TIMEOUT", "FAILED", "DEADLINE", "REQUEUED"), parse_accounting),
-)  # fmt: skip
+    Parser(
+        "node_failure",
+        ("Node failure on", "failure of node", "not responding", "missing from batch node"),
+        parse_node_failure,
+    ),
+    Parser(
+        "launch",
+        (
+            "CPU binding outside",
+            "cpu bind request",
+            "Unable to create step",
+            "step creation",
+            "execve()",
+            "launch failed",
+            "Task launch",
+            "rolog",
+            "confirm allocation",
+            "Invalid hostfile",
+            "Too few NodeNames",
+            "Can't chdir",
+        ),
+        parse_launch,
+    ),
+    Parser(
+        "orderly",
+        ("submitit", "Terminating", "Terminated", "Job step aborted", "forcing job", "got SIGCONT"),
+        parse_orderly,
+    ),
+    Parser(
+        "accounting",
+        (
+            "CANCELLED",
+            "NODE_FAIL",
+            "OUT_OF_ME",
+            "PREEMPTED",
+            "TIMEOUT",
+            "FAILED",
+            "DEADLINE",
+            "REQUEUED",
+        ),
+        parse_accounting,
+    ),
+)

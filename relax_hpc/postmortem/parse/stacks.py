@@ -6,9 +6,14 @@ from collections.abc import Iterator, Sequence
 from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record
 
-_THREAD = re.compile(r"Thread (?:0x)?(?P<pid>[0-9A-Fa-f]+) \((?P<state>\w+(?:\+\w+)?)\)(?:: \"(?P<name>[^\"]*)\")?")
+_THREAD = re.compile(
+    r"Thread (?:0x)?(?P<pid>[0-9A-Fa-f]+) \((?P<state>\w+(?:\+\w+)?)\)(?:: \"(?P<name>[^\"]*)\")?"
+)
 _PROCESS = re.compile(r"Process (?P<pid>\d+): ")
-_FRAME = re.compile(r"\s*(?P<function>[\w<>.]+)(?: \(|\s+from\s+)(?P<file>[^():\s]+\.(?:py|pyx|c|cpp|cu|h|cc)|<\w+>):(?P<line>\d+)\)?")
+_FRAME = re.compile(
+    r"\s*(?P<function>[\w<>.]+)(?: \(|\s+from\s+)(?P<file>[^():\s]+\.(?:py|pyx|c|cpp|"
+    r"cu|h|cc)|<\w+>):(?P<line>\d+)\)?"
+)
 _NODE = re.compile(r"^\s*(?:Node|Host|node|host)\s+(?P<node>[\w.-]+)\s*:?\s*$")
 
 
@@ -57,5 +62,10 @@ def parse_failed_collective(records: Sequence[Record], index: int) -> Iterator[E
 
 PARSERS = (
     Parser("pyspy", ("MainThread", "(active)", "(idle)"), parse_pyspy),
-    Parser("failed_collective", ("Stack trace of the failed collective",), parse_failed_collective, "2.7-"),
+    Parser(
+        "failed_collective",
+        ("Stack trace of the failed collective",),
+        parse_failed_collective,
+        "2.7-",
+    ),
 )

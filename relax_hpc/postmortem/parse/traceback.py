@@ -7,7 +7,11 @@ from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record, read_stamp
 
 _FRAME = re.compile(r"\s*File \"(?P<file>[^\"]+)\", line (?P<line>\d+), in (?P<function>\S+)")
-_END = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Killed|Warning|StopIteration|Expired|OutOfMemory|Violation|Abort|Failed|Cancelled)\w*)(?::\s?(?P<message>.*))?$")
+_END = re.compile(
+    r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failure|Timeout|"
+    r"Killed|Warning|StopIteration|Expired|OutOfMemory|Violation|Abort|Failed|"
+    r"Cancelled)\w*)(?::\s?(?P<message>.*))?$"
+)
 MAX_FRAMES = 200
 
 
@@ -26,7 +30,11 @@ def parse_traceback(records: Sequence[Record], index: int) -> Iterator[Event]:
             frames.append(f"{found['function']} {found['file']}:{found['line']}")
         elif record.text.startswith("Traceback (most recent"):
             break
-        elif frames and (end := _END.match(record.text.strip())) and not record.text.startswith("    "):
+        elif (
+            frames
+            and (end := _END.match(record.text.strip()))
+            and not record.text.startswith("    ")
+        ):
             yield record.event(
                 EventKind.EXCEPTION,
                 time=record.time or head.time,
@@ -48,7 +56,12 @@ def parse_bare(records: Sequence[Record], index: int) -> Iterator[Event]:
         return
     yield record.event(
         EventKind.EXCEPTION,
-        attrs={"type": end["type"].rpartition(".")[2], "message": (end["message"] or "")[:500], "frames": "", "traceback": 0},
+        attrs={
+            "type": end["type"].rpartition(".")[2],
+            "message": (end["message"] or "")[:500],
+            "frames": "",
+            "traceback": 0,
+        },
     )
 
 
@@ -65,7 +78,9 @@ def _below_traceback(records: Sequence[Record], index: int) -> bool:
 
 
 _TABLE = re.compile(r"^\s*\[\d+\]:\s*$")
-_FIELD = re.compile(r"^\s*(?P<name>time|host|rank|exitcode|error_file|traceback)\s*:\s*(?P<value>.*?)\s*$")
+_FIELD = re.compile(
+    r"^\s*(?P<name>time|host|rank|exitcode|error_file|traceback)\s*:\s*(?P<value>.*?)\s*$"
+)
 
 
 def parse_torchrun(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -91,15 +106,36 @@ def parse_torchrun(records: Sequence[Record], index: int) -> Iterator[Event]:
         node=fields.get("host", ""),
         pid=int(code[2]) if code[2] else None,
         time=read_stamp(fields.get("time", "")),
-        attrs={"exit_code": int(code[1]), "end": f"exit code {code[1]}", "by": "torchrun", "root": int(root)},
+        attrs={
+            "exit_code": int(code[1]),
+            "end": f"exit code {code[1]}",
+            "by": "torchrun",
+            "root": int(root),
+        },
     )
 
 
-_ELASTIC = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
-_CRASH = re.compile(r"(?P<what>Segmentation fault|SIGSEGV|SIGABRT|SIGBUS|Fatal Python error: [\w ]+|Bus error|signal 11|SIGILL|Caught signal 11|SIGFPE)")
-_SPAWN = re.compile(r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>\S+)|exit code (?P<code>\d+))", re.I)
-_MPI = re.compile(r"mpirun noticed that process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)|Process name: \[\[\d+,\d+\],(?P<rank2>\d+)\]")
-_VLLM = re.compile(r"Worker proc (?P<name>\S+) died unexpectedly|EngineCore (?:process )?died|Engine process failed|Scheduler hit an exception|Rank (?P<rank>\d+) scheduler is dead")
+_ELASTIC = re.compile(
+    r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"
+)
+_CRASH = re.compile(
+    r"(?P<what>Segmentation fault|SIGSEGV|SIGABRT|SIGBUS|Fatal Python error: [\w ]+|"
+    r"Bus error|signal 11|SIGILL|Caught signal 11|SIGFPE)"
+)
+_SPAWN = re.compile(
+    r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>\S+)|exit code (?P<code>\d+))",
+    re.I,
+)
+_MPI = re.compile(
+    r"mpirun noticed that process rank (?P<rank>\d+) with PID \d+ on node "
+    r"(?P<node>\S+) exited on signal (?P<signal>\d+)|"
+    r"Process name: \[\[\d+,\d+\],(?P<rank2>\d+)\]"
+)
+_VLLM = re.compile(
+    r"Worker proc (?P<name>\S+) died unexpectedly|EngineCore (?:process )?died|"
+    r"Engine process failed|Scheduler hit an exception|"
+    r"Rank (?P<rank>\d+) scheduler is dead"
+)
 _ATTRS = dict[str, str | int | float | tuple[int, ...]]
 
 
@@ -110,24 +146,60 @@ def parse_crash(records: Sequence[Record], index: int) -> Iterator[Event]:
         return
     attrs: _ATTRS
     if found := _ELASTIC.search(record.text):
-        attrs = {"exit_code": int(found["code"]), "end": f"exit code {found['code']}", "by": "torchrun", "local_rank": int(found["local"])}
+        attrs = {
+            "exit_code": int(found["code"]),
+            "end": f"exit code {found['code']}",
+            "by": "torchrun",
+            "local_rank": int(found["local"]),
+        }
         yield record.event(EventKind.PROCESS_EXIT, pid=int(found["pid"]), attrs=attrs)
     elif found := _MPI.search(record.text):
         rank = found["rank"] or found["rank2"]
-        attrs = {"end": f"signal {found['signal']}", "by": "mpirun"} | ({"signal": int(found["signal"])} if found["signal"] else {})
-        yield record.event(EventKind.PROCESS_EXIT, rank=int(rank), node=found["node"] or None, attrs=attrs)
+        attrs = {"end": f"signal {found['signal']}", "by": "mpirun"}
+        yield record.event(
+            EventKind.PROCESS_EXIT, rank=int(rank), node=found["node"] or None, attrs=attrs
+        )
     elif found := _SPAWN.search(record.text):
-        attrs = {"end": f"signal {found['signal']}" if found["signal"] else f"exit code {found['code']}", "by": "spawn"}
+        attrs = {
+            "end": f"signal {found['signal']}" if found["signal"] else f"exit code {found['code']}",
+            "by": "spawn",
+        }
         yield record.event(EventKind.PROCESS_EXIT, rank=int(found["rank"]), attrs=attrs)
     elif found := _CRASH.search(record.text):
         yield record.event(EventKind.PROCESS_EXIT, attrs={"end": found["what"], "by": "crash"})
     elif found := _VLLM.search(record.text):
-        yield record.event(EventKind.PROCESS_EXIT, rank=int(found["rank"]) if found["rank"] else None, attrs={"end": found[0], "by": "engine"})
+        yield record.event(
+            EventKind.PROCESS_EXIT,
+            rank=int(found["rank"]) if found["rank"] else None,
+            attrs={"end": found[0], "by": "engine"},
+        )
 
 
 PARSERS = (
     Parser("traceback", ("Traceback (most recent",), parse_traceback),
     Parser("bare", ("Error", "Exception", "Interrupt", "Expired"), parse_bare),
-    Parser("torchrun", ("[0]:", "[1]:", "[2]:", "[3]:", "[4]:", "[5]:", "[6]:", "[7]:", "[8]:", "[9]:"), parse_torchrun),
-    Parser("crash", ("exitcode:", "Segmentation fault", "SIG", "Fatal Python", "Bus error", "signal 11", "terminated with", "mpirun noticed", "Process name:", "died", "scheduler is dead", "hit an exception", "process failed"), parse_crash),
-)  # fmt: skip
+    Parser(
+        "torchrun",
+        ("[0]:", "[1]:", "[2]:", "[3]:", "[4]:", "[5]:", "[6]:", "[7]:", "[8]:", "[9]:"),
+        parse_torchrun,
+    ),
+    Parser(
+        "crash",
+        (
+            "exitcode:",
+            "Segmentation fault",
+            "SIG",
+            "Fatal Python",
+            "Bus error",
+            "signal 11",
+            "terminated with",
+            "mpirun noticed",
+            "Process name:",
+            "died",
+            "scheduler is dead",
+            "hit an exception",
+            "process failed",
+        ),
+        parse_crash,
+    ),
+)

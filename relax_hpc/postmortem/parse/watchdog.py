@@ -11,22 +11,33 @@ UNKNOWN_NUMEL = 2**63
 
 _WORK = rx(
     r"Work(?:NCCL|XCCL|HCCL|RCCL|MCCL|UCC)\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>[A-Za-z_ ]+?)"
-    r"(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?(?:, [A-Z]\w*=[^,()]*)*, Timeout \(ms\)=(?P<timeout>\d+)\)"
+    r"(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?(?:, [A-Z]\w*=[^,()]*)*, "
+    r"Timeout \(ms\)=(?P<timeout>\d+)\)"
 )
 _CAUGHT = rx(r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: ")
 _RAN = rx(r" ran for (?P<ran>\d+) milliseconds")
 _BLOCKING = rx(r" timed out in blocking wait")
 _PG = rx(
-    r"\[PG (?:(?:ID )?(?P<id>\d+) )?(?:PG GUID (?P<uid>[\w:.-]+?) )?(?:\((?P<name>[^)]*)\) )?Rank (?P<rank>\d+)\]"
+    r"\[PG (?:(?:ID )?(?P<id>\d+) )?(?:PG GUID (?P<uid>[\w:.-]+?) "
+    r")?(?:\((?P<name>[^)]*)\) )?Rank (?P<rank>\d+)\]"
 )
-_COUNTERS = rx(r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)", re.I)
+_COUNTERS = rx(
+    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL "
+    r")?work: (?P<completed>-?\d+)",
+    re.I,
+)
 _STARTED = rx(r"last started (?:NCCL )?work: (?P<started>-?\d+)", re.I)
 _FAILED_AT = rx(
     r"(?:Timeout at NCCL work|detected by watchdog at work(?: sequence id)?): (?P<seq>\d+)"
 )
-_SIGNAL = rx(r"Received a dump signal due to a collective timeout from (?:(?P<self>this local rank)|rank (?P<origin>\d+))")
+_SIGNAL = rx(
+    r"Received a dump signal due to a collective timeout from (?:(?P<self>this local "
+    r"rank)|rank (?P<origin>\d+))"
+)
 _OBSERVED = rx(r"Observed flight recorder dump signal from another rank")
-_FIRST = rx(r"First PG on this rank to signal dumping|First PG on this rank that detected no heartbeat")
+_FIRST = rx(
+    r"First PG on this rank to signal dumping|First PG on this rank that detected no heartbeat"
+)
 
 
 def _int(text: str | None) -> int | None:
@@ -41,7 +52,9 @@ def group_of(text: str) -> tuple[Group | None, int | None]:
     name = (found["name"] or "").strip()
     uid = found["uid"] or (f"id{found['id']}" if found["id"] else "")
     # Before 2.5 there is no GUID; PG 0 is the default group there.
-    return Group(uid=uid, name=name or ("default_pg" if found["id"] == "0" else "")), int(found["rank"])
+    return Group(uid=uid, name=name or ("default_pg" if found["id"] == "0" else "")), int(
+        found["rank"]
+    )
 
 
 def global_rank(record: Record, group: Group | None, group_rank: int | None) -> int | None:
@@ -169,7 +182,11 @@ def parse_signal(records: Sequence[Record], index: int) -> Iterator[Event]:
         )
     elif _OBSERVED.search(record.text):
         yield record.event(
-            EventKind.DUMP_SIGNAL, rank=rank, group=group, group_rank=group_rank, attrs={"observed": 1}
+            EventKind.DUMP_SIGNAL,
+            rank=rank,
+            group=group,
+            group_rank=group_rank,
+            attrs={"observed": 1},
         )
     elif _FIRST.search(record.text):
         yield record.event(
@@ -214,7 +231,11 @@ def parse_note(records: Sequence[Record], index: int) -> Iterator[Event]:
         yield record.event(EventKind.CONFIG_NOTE, attrs={"note": "flight-recorder-off"})
 
 
-_ANY_FAILURE = rx(r"\[Rank (\d+)\] (?:Some NCCL operations have failed|To avoid data inconsistency|ProcessGroupNCCL preparing to dump)|PG [^\]]*Rank (\d+)\] ProcessGroupNCCL preparing to dump")
+_ANY_FAILURE = rx(
+    r"\[Rank (\d+)\] (?:Some NCCL operations have failed|To avoid data inconsistency|"
+    r"ProcessGroupNCCL preparing to dump)|"
+    r"PG [^\]]*Rank (\d+)\] ProcessGroupNCCL preparing to dump"
+)
 
 
 def parse_teardown(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -229,12 +250,34 @@ def parse_teardown(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 PARSERS = (
-    Parser("timeout", ("WorkNCCL", "Watchdog caught", "WorkXCCL", "WorkHCCL"), parse_timeout, "1.8-"),
-    Parser("status", ("last enqueued", "Last enqueued", "at work sequence id", "Timeout at NCCL", "detected by watchdog"),
-           parse_status, "2.2-"),
+    Parser(
+        "timeout", ("WorkNCCL", "Watchdog caught", "WorkXCCL", "WorkHCCL"), parse_timeout, "1.8-"
+    ),
+    Parser(
+        "status",
+        (
+            "last enqueued",
+            "Last enqueued",
+            "at work sequence id",
+            "Timeout at NCCL",
+            "detected by watchdog",
+        ),
+        parse_status,
+        "2.2-",
+    ),
     Parser("unused", ("enqueued NCCL work: -1", "enqueued work: -1"), parse_unused, "2.4-"),
     Parser("signal", ("dump signal", "First PG on this rank"), parse_signal, "2.7-"),
-    Parser("heartbeat", ("watchdog got stuck", "Heartbeat monitor timed", "watchdog", "got stuck"), parse_heartbeat, "2.2-"),
+    Parser(
+        "heartbeat",
+        ("watchdog got stuck", "Heartbeat monitor timed", "watchdog", "got stuck"),
+        parse_heartbeat,
+        "2.2-",
+    ),
     Parser("note", ("Stack trace of the failed", "FlightRecorder is"), parse_note, "2.7-"),
-    Parser("teardown", ("Some NCCL operations", "To avoid data inconsistency", "preparing to dump"), parse_teardown, "1.8-"),
+    Parser(
+        "teardown",
+        ("Some NCCL operations", "To avoid data inconsistency", "preparing to dump"),
+        parse_teardown,
+        "1.8-",
+    ),
 )

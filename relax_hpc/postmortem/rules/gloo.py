@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from relax_hpc.postmortem.evidence import Event, EventKind
-from relax_hpc.postmortem.facts import Facts
+from relax_hpc.postmortem.facts import Facts, phase_words
 from relax_hpc.postmortem.rules.proposal import (
     LIKELY,
     UNDETERMINED,
@@ -38,7 +38,10 @@ def waits(facts: Facts) -> Iterator[Proposal]:
     timed_out = _by_rank(facts, EventKind.COLLECTIVE_TIMEOUT)
     lost = _by_rank(facts, EventKind.PEER_LOST)
     sizes = _by_rank(facts, EventKind.COLLECTIVE_MISMATCH)
-    if (not timed_out and not lost) or sizes:
+    if sizes:
+        return
+    if not timed_out and not lost:
+        yield from _nameless(facts)
         return
     told = {facts.rank(event) for event in facts.of(EventKind.EXCEPTION)} | {*timed_out, *lost}
     silent = sorted((_ranks(facts) | _gaps(told)) - told)
@@ -59,6 +62,21 @@ def waits(facts: Facts) -> Iterator[Proposal]:
             f"{name_ranks([*timed_out, *lost]).capitalize()} failed in gloo and no rank that is"
             " known was silent; the text does not tell who came first.",
             events=events,
+        )
+
+
+def _nameless(facts: Facts) -> Iterator[Proposal]:
+    """A time-out without any rank: somebody waited, nobody knows who or for whom."""
+    found = facts.of(EventKind.COLLECTIVE_TIMEOUT, by="gloo")
+    if found:
+        yield propose(
+            78,
+            "missing-rank",
+            UNDETERMINED,
+            "A process waited in gloo until the time-out; the text names neither it nor its peer"
+            f"{phase_words(facts)}.",
+            events=found,
+            alternatives=[("straggler", "a long phase on the host of the peer")],
         )
 
 

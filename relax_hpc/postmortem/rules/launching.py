@@ -24,25 +24,37 @@ def rendezvous(facts: Facts) -> Iterator[Proposal]:
         world, count = int(str(event.attrs["world"])), int(str(event.attrs["count"]))
         if count > world:
             yield propose(
-                13, "stale-rendezvous", LIKELY,
+                13,
+                "stale-rendezvous",
+                LIKELY,
                 f"{count} workers met in a store for {world}: two generations of the job share one "
                 "rendezvous key or file.",
                 events=[event, *facts.of(EventKind.SCHEDULER)],
-                alternatives=[("preemption", "it explains the restart, not the surplus of workers")],
-            )  # fmt: skip
+                alternatives=[
+                    ("preemption", "it explains the restart, not the surplus of workers")
+                ],
+            )
             return
         yield propose(
-            43, "rendezvous-timeout", UNDETERMINED,
-            f"Only {count} of {world} workers came to the store barrier; which ones is not in this line.",
-            events=[event], alternatives=[("rank-died", "the missing workers ended before")],
-        )  # fmt: skip
+            43,
+            "rendezvous-timeout",
+            UNDETERMINED,
+            f"Only {count} of {world} workers came to the store barrier; which ones is "
+            f"not in this line.",
+            events=[event],
+            alternatives=[("rank-died", "the missing workers ended before")],
+        )
         return
     found = _errors(facts, "rendezvous")
     if found:
         yield propose(
-            66, "rendezvous-timeout", UNDETERMINED, f"The rendezvous failed: {found[0].attrs.get('words')}.",
-            events=found, alternatives=[("store-host-died", "rank 0 ended before the others came")],
-        )  # fmt: skip
+            66,
+            "rendezvous-timeout",
+            UNDETERMINED,
+            f"The rendezvous failed: {found[0].attrs.get('words')}.",
+            events=found,
+            alternatives=[("store-host-died", "rank 0 ended before the others came")],
+        )
 
 
 def devices(facts: Facts) -> Iterator[Proposal]:
@@ -51,10 +63,13 @@ def devices(facts: Facts) -> Iterator[Proposal]:
     if found:
         ranks = [rank for event in found for rank in _tuple(event, "ranks")]
         yield propose(
-            35, "duplicate-gpu", ESTABLISHED,
+            35,
+            "duplicate-gpu",
+            ESTABLISHED,
             f"{name_ranks(ranks).capitalize()} use the same GPU (bus {found[0].attrs.get('bus')}).",
-            events=found, ranks=ranks,
-        )  # fmt: skip
+            events=found,
+            ranks=ranks,
+        )
     for reason, name, order, words in (
         ("port", "port-collision", 41, "The rendezvous port was in use"),
         ("device", "device-ordinal", 36, "A rank cannot see the GPU it asked for"),
@@ -63,8 +78,14 @@ def devices(facts: Facts) -> Iterator[Proposal]:
         found = _errors(facts, reason)
         if found:
             ranks = [r for e in found if (r := facts.rank(e)) is not None]
-            yield propose(order, name, ESTABLISHED if name == "port-collision" else LIKELY,
-                          f"{words}: {found[0].attrs.get('words')}.", events=found, ranks=ranks)  # fmt: skip
+            yield propose(
+                order,
+                name,
+                ESTABLISHED if name == "port-collision" else LIKELY,
+                f"{words}: {found[0].attrs.get('words')}.",
+                events=found,
+                ranks=ranks,
+            )
 
 
 def _tuple(event: Event, name: str) -> tuple[int, ...]:
@@ -77,23 +98,33 @@ def leaks(facts: Facts) -> Iterator[Proposal]:
     bound = _errors(facts, "cpu-bind")
     if bound:
         yield propose(
-            37, "cpu-bind-env-leak", ESTABLISHED,
-            "A step inherited the CPU mask of another node or step; the nodes are healthy.", events=bound,
-        )  # fmt: skip
+            37,
+            "cpu-bind-env-leak",
+            ESTABLISHED,
+            "A step inherited the CPU mask of another node or step; the nodes are healthy.",
+            events=bound,
+        )
     jobs = {str(e.attrs["job"]) for e in facts.of(EventKind.SCHEDULER) if e.attrs.get("job")}
     jobs |= {
-        str(e.attrs["step"]).split(".")[0] for e in facts.of(EventKind.SCHEDULER) if e.attrs.get("step")
+        str(e.attrs["step"]).split(".")[0]
+        for e in facts.of(EventKind.SCHEDULER)
+        if e.attrs.get("step")
     }
     foreign = [e for e in facts.notes("path-job-id") if jobs and e.attrs["job"] not in jobs]
     alike = [e for e in foreign if any(len(str(e.attrs["job"])) == len(job) for job in jobs)]
     if alike:
         yield propose(
-            38, "env-leak", LIKELY,
-            f"Job {', '.join(sorted(jobs)[:3])} used a path of job {alike[0].attrs['job']}: its environment was "
+            38,
+            "env-leak",
+            LIKELY,
+            f"Job {', '.join(sorted(jobs)[:3])} used a path of "
+            f"job {alike[0].attrs['job']}: its environment was "
             "inherited; no node is at fault.",
             events=alike + facts.of(EventKind.PROCESS_EXIT),
-            alternatives=[("storage-error", "permissions of that path are wrong for another reason")],
-        )  # fmt: skip
+            alternatives=[
+                ("storage-error", "permissions of that path are wrong for another reason")
+            ],
+        )
 
 
 def steps(facts: Facts) -> Iterator[Proposal]:
@@ -101,17 +132,32 @@ def steps(facts: Facts) -> Iterator[Proposal]:
     created = _errors(facts, "step-create")
     if created:
         yield propose(
-            39, "step-create-failure", ESTABLISHED, f"Slurm could not create a step: {created[0].attrs.get('words')}.",
+            39,
+            "step-create-failure",
+            ESTABLISHED,
+            f"Slurm could not create a step: {created[0].attrs.get('words')}.",
             events=created,
-        )  # fmt: skip
+        )
     failed = _errors(facts, "exec")
     if failed:
         nodes = [e.node for e in failed if e.node]
-        yield propose(44, "launch-failure", LIKELY, f"A task could not be started: {failed[0].attrs.get('words')}.",
-                      events=failed, nodes=nodes)  # fmt: skip
+        yield propose(
+            44,
+            "launch-failure",
+            LIKELY,
+            f"A task could not be started: {failed[0].attrs.get('words')}.",
+            events=failed,
+            nodes=nodes,
+        )
     busy = _errors(facts, "step-busy")
     if len(busy) and not created and not failed and not facts.hung():
-        yield propose(86, "step-create-failure", UNDETERMINED, "A step waits for resources that another step holds.", events=busy)
+        yield propose(
+            86,
+            "step-create-failure",
+            UNDETERMINED,
+            "A step waits for resources that another step holds.",
+            events=busy,
+        )
 
 
 def node_failure(facts: Facts) -> Iterator[Proposal]:
@@ -123,15 +169,31 @@ def node_failure(facts: Facts) -> Iterator[Proposal]:
         e.node for e in facts.of(EventKind.SCHEDULER, reason="not-responding") if e.node
     ]
     yield propose(
-        14, "node-failure", ESTABLISHED,
-        f"Slurm lost {'node ' + ', '.join(dict.fromkeys(nodes)) if nodes else 'a node (the line names only the first node of the job)'}.",
-        events=found, nodes=nodes,
-    )  # fmt: skip
+        14,
+        "node-failure",
+        ESTABLISHED,
+        "Slurm lost "
+        + (
+            f"node {', '.join(dict.fromkeys(nodes))}."
+            if nodes
+            else "a node (the line names only the first node of the job)."
+        ),
+        events=found,
+        nodes=nodes,
+    )
 
 
 _ENDS = (
-    ("requeue", "requeue", "The job was requeued; exits after that are consequences, not failures."),
-    ("preemption", "preemption", "The job was preempted; exits after that are consequences, not failures."),
+    (
+        "requeue",
+        "requeue",
+        "The job was requeued; exits after that are consequences, not failures.",
+    ),
+    (
+        "preemption",
+        "preemption",
+        "The job was preempted; exits after that are consequences, not failures.",
+    ),
     ("time-limit", "time-limit", "The job reached its time limit."),
     ("suspended", "job-suspended", "The job was suspended."),
 )
@@ -144,7 +206,13 @@ def ending(facts: Facts) -> Iterator[Proposal]:
         found = [e for e in scheduler if e.attrs.get("reason") == reason]
         if found:
             early = not _failed_before(facts, found[0])
-            yield propose(15 if early else 80, name, ESTABLISHED if early else LIKELY, sentence, events=_with_signals(facts, found))
+            yield propose(
+                15 if early else 80,
+                name,
+                ESTABLISHED if early else LIKELY,
+                sentence,
+                events=_with_signals(facts, found),
+            )
             return
     cancelled = [e for e in scheduler if e.attrs.get("reason") in ("cancelled", "signal")]
     if not cancelled or any(e.attrs.get("reason") == "task-failure" for e in scheduler):
@@ -152,23 +220,40 @@ def ending(facts: Facts) -> Iterator[Proposal]:
     early = not _failed_before(facts, cancelled[0])
     bypassed = [e for e in scheduler if str(e.attrs.get("reason")).startswith("signal-")]
     yield propose(
-        16 if early else 81, "orderly-cancel", ESTABLISHED if early and bypassed else LIKELY,
+        16 if early else 81,
+        "orderly-cancel",
+        ESTABLISHED if early and bypassed else LIKELY,
         "The step was cancelled from outside while nothing had failed; the signals were announced.",
         events=cancelled + bypassed,
-    )  # fmt: skip
+    )
 
 
 def _with_signals(facts: Facts, found: Sequence[Event]) -> list[Event]:
-    signals = [e for e in facts.of(EventKind.SCHEDULER) if str(e.attrs.get("reason")).startswith("signal-")]
+    signals = [
+        e for e in facts.of(EventKind.SCHEDULER) if str(e.attrs.get("reason")).startswith("signal-")
+    ]
     return [*found, *signals[:4], *facts.of(EventKind.PROCESS_EXIT)[:2]]
 
 
-_FAILURES = frozenset({
-    EventKind.COLLECTIVE_TIMEOUT, EventKind.DUMP_SIGNAL, EventKind.HEARTBEAT, EventKind.GPU_FAULT,
-    EventKind.COLLECTIVE_MISMATCH, EventKind.CUDA_ERROR, EventKind.OUT_OF_MEMORY, EventKind.NET_ERROR,
-    EventKind.LINK_EVENT, EventKind.PEER_LOST, EventKind.EXCEPTION, EventKind.LAUNCHER_ERROR,
-    EventKind.RANK_ABSENT, EventKind.PROCESS_EXIT, EventKind.RAS,
-})  # fmt: skip
+_FAILURES = frozenset(
+    {
+        EventKind.COLLECTIVE_TIMEOUT,
+        EventKind.DUMP_SIGNAL,
+        EventKind.HEARTBEAT,
+        EventKind.GPU_FAULT,
+        EventKind.COLLECTIVE_MISMATCH,
+        EventKind.CUDA_ERROR,
+        EventKind.OUT_OF_MEMORY,
+        EventKind.NET_ERROR,
+        EventKind.LINK_EVENT,
+        EventKind.PEER_LOST,
+        EventKind.EXCEPTION,
+        EventKind.LAUNCHER_ERROR,
+        EventKind.RANK_ABSENT,
+        EventKind.PROCESS_EXIT,
+        EventKind.RAS,
+    }
+)
 
 
 def _failed_before(facts: Facts, end: Event) -> bool:
@@ -176,21 +261,35 @@ def _failed_before(facts: Facts, end: Event) -> bool:
     for event in facts.events:
         if event is end:
             return False
-        if event.kind in _FAILURES and not (event.kind is EventKind.LINK_EVENT and not event.attrs.get("fatal")):
+        if event.kind in _FAILURES and not (
+            event.kind is EventKind.LINK_EVENT and not event.attrs.get("fatal")
+        ):
             return True
     return False
 
 
 def killed_by_signal(facts: Facts) -> Iterator[Proposal]:
     """A user signal ended a process without a handler."""
-    found = [e for e in facts.of(EventKind.PROCESS_EXIT) if "User defined signal" in str(e.attrs.get("end"))]
-    found += [e for e in facts.of(EventKind.SCHEDULER) if e.attrs.get("exit_code") in (138, 140) or e.attrs.get("signal_number") in (10, 12)]
+    found = [
+        e
+        for e in facts.of(EventKind.PROCESS_EXIT)
+        if "User defined signal" in str(e.attrs.get("end"))
+    ]
+    found += [
+        e
+        for e in facts.of(EventKind.SCHEDULER)
+        if e.attrs.get("exit_code") in (138, 140) or e.attrs.get("signal_number") in (10, 12)
+    ]
     if found:
         yield propose(
-            47, "signal-kill", LIKELY,
-            "A user signal (USR1/USR2) reached a process that has no handler for it; the node is healthy.",
-            events=found, alternatives=[("requeue", "if the signal was the warning before a planned end")],
-        )  # fmt: skip
+            47,
+            "signal-kill",
+            LIKELY,
+            "A user signal (USR1/USR2) reached a process that has no handler for it; "
+            "the node is healthy.",
+            events=found,
+            alternatives=[("requeue", "if the signal was the warning before a planned end")],
+        )
 
 
 RULES = (rendezvous, devices, leaks, steps, node_failure, ending, killed_by_signal)

@@ -45,7 +45,9 @@ def gpu_faults(facts: Facts) -> Iterator[Proposal]:
     first = faults[0]
     kinds = [str(e.attrs.get("what")) for e in faults]
     # A lost GPU or an ECC error explains link and driver errors that come with it.
-    what = next((kind for kind in ("ecc", "lost", "nvlink", "host-memory") if kind in kinds), kinds[0])
+    what = next(
+        (kind for kind in ("ecc", "lost", "nvlink", "host-memory") if kind in kinds), kinds[0]
+    )
     name, words = _FAULTS.get(what, _FAULTS["xid"])
     mine = [e for e in faults if e.attrs.get("what") == what] or [first]
     nodes, ranks = _nodes(facts, mine), _ranks(facts, mine)
@@ -64,13 +66,17 @@ def gpu_faults(facts: Facts) -> Iterator[Proposal]:
         events=mine + [e for e in facts.of(EventKind.GPU_FAULT) if e not in mine][:3],
         ranks=ranks,
         nodes=nodes,
-        alternatives=[("fabric-manager", "several nodes at once: a common cause is possible")] if many else [],
+        alternatives=[("fabric-manager", "several nodes at once: a common cause is possible")]
+        if many
+        else [],
     )
 
 
 def _noisy_link(facts: Facts) -> Iterator[Proposal]:
     corrected = facts.of(EventKind.GPU_FAULT, what="aer-corrected")
-    soft = [e for e in facts.of(EventKind.GPU_FAULT) if not is_fatal_fault(e) and e not in corrected]
+    soft = [
+        e for e in facts.of(EventKind.GPU_FAULT) if not is_fatal_fault(e) and e not in corrected
+    ]
     if len(corrected) >= _STORM:
         device, _ = Counter(str(e.attrs.get("gpu")) for e in corrected).most_common(1)[0]
         yield propose(
@@ -106,7 +112,8 @@ def kernel_faults(facts: Facts) -> Iterator[Proposal]:
         20,
         "cuda-kernel-fault",
         ESTABLISHED if ranks else LIKELY,
-        f"{name_ranks(ranks).capitalize() if ranks else 'A process'} hit '{what}' in a kernel of the program; "
+        f"{name_ranks(ranks).capitalize() if ranks else 'A process'} hit '{what}' in a "
+        f"kernel of the program; "
         "NCCL only reports it.",
         events=hard,
         ranks=ranks,
@@ -116,9 +123,22 @@ def kernel_faults(facts: Facts) -> Iterator[Proposal]:
 
 
 def _is_sticky(what: str) -> bool:
-    words = ("illegal", "misaligned", "assert", "launch failure", "program counter", "invalidpc",
-             "invalid pc", "address space", "launchfailure", "illegalinstruction", "stack overflow",
-             "cublas_status_execution", "cublas_status_internal", "cudnn_status_execution")  # fmt: skip
+    words = (
+        "illegal",
+        "misaligned",
+        "assert",
+        "launch failure",
+        "program counter",
+        "invalidpc",
+        "invalid pc",
+        "address space",
+        "launchfailure",
+        "illegalinstruction",
+        "stack overflow",
+        "cublas_status_execution",
+        "cublas_status_internal",
+        "cudnn_status_execution",
+    )
     return any(word in what for word in words)
 
 
@@ -127,7 +147,11 @@ def out_of_memory(facts: Facts) -> Iterator[Proposal]:
     host = facts.of(EventKind.OUT_OF_MEMORY, where="host")
     if host:
         named = [e for e in host if e.node or "tasks" in e.attrs or e.rank is not None]
-        bus = [e for e in facts.of(EventKind.PROCESS_EXIT) if "bus error" in str(e.attrs.get("end")).lower()]
+        bus = [
+            e
+            for e in facts.of(EventKind.PROCESS_EXIT)
+            if "bus error" in str(e.attrs.get("end")).lower()
+        ]
         nodes, ranks = _victims(facts, named + bus)
         where = f": {name_ranks(ranks)}" if ranks else ""
         where += f" on {', '.join(nodes[:4])}" if nodes else ""
@@ -147,7 +171,8 @@ def out_of_memory(facts: Facts) -> Iterator[Proposal]:
             21,
             "cuda-oom",
             ESTABLISHED,
-            f"Out of GPU memory{' on ' + name_ranks(ranks) if ranks else ''}; the other ranks waited for it.",
+            f"Out of GPU memory{' on ' + name_ranks(ranks) if ranks else ''}; the "
+            f"other ranks waited for it.",
             events=cuda,
             ranks=ranks,
             nodes=[],
@@ -177,15 +202,27 @@ def storage(facts: Facts) -> Iterator[Proposal]:
         found = [e for e in events if e.attrs.get("what") == what]
         if found:
             ranks = _ranks(facts, found)
-            yield propose(order, name, ESTABLISHED if name == "storage-full" else LIKELY, f"{words}.",
-                          events=found, ranks=ranks, nodes=_nodes(facts, found))  # fmt: skip
+            yield propose(
+                order,
+                name,
+                ESTABLISHED if name == "storage-full" else LIKELY,
+                f"{words}.",
+                events=found,
+                ranks=ranks,
+                nodes=_nodes(facts, found),
+            )
     yield from _stall(facts, [e for e in events if e.attrs.get("what") == "stall"])
     broken = [e for e in events if e.attrs.get("what") == "error"]
     if broken:
         yield propose(
-            46, "storage-error", LIKELY, f"A file could not be used: {broken[0].attrs.get('words')}.",
-            events=broken, ranks=_ranks(facts, broken), nodes=_nodes(facts, broken),
-        )  # fmt: skip
+            46,
+            "storage-error",
+            LIKELY,
+            f"A file could not be used: {broken[0].attrs.get('words')}.",
+            events=broken,
+            ranks=_ranks(facts, broken),
+            nodes=_nodes(facts, broken),
+        )
 
 
 def _unused(facts: Facts) -> list[Event]:
@@ -199,26 +236,37 @@ def _stall(facts: Facts, stalls: list[Event]) -> Iterator[Proposal]:
     frozen = facts.of(EventKind.HEARTBEAT)
     if stalls and (unused or (frozen and not facts.of(EventKind.COLLECTIVE_TIMEOUT))):
         yield propose(
-            33, "storage-stall", LIKELY if not unused else ESTABLISHED,
-            "Storage stood still and no collective was in flight: the watchdogs were frozen with the "
+            33,
+            "storage-stall",
+            LIKELY if not unused else ESTABLISHED,
+            "Storage stood still and no collective was in flight: the watchdogs were "
+            "frozen with the "
             "processes; no rank is at fault.",
             events=stalls + unused + frozen,
             alternatives=[("heartbeat", "another reason froze the processes")],
-        )  # fmt: skip
+        )
     elif stalls:
         yield propose(
-            85, "storage-stall", UNDETERMINED if facts.hung() else LIKELY,
-            f"The file system stalled ({stalls[0].attrs.get('words')}).", events=stalls,
+            85,
+            "storage-stall",
+            UNDETERMINED if facts.hung() else LIKELY,
+            f"The file system stalled ({stalls[0].attrs.get('words')}).",
+            events=stalls,
             nodes=_nodes(facts, stalls),
-        )  # fmt: skip
+        )
     elif unused and len({e.rank for e in unused}) > 1:
         yield propose(
-            71, "storage-stall", UNDETERMINED,
-            "No collective was ever in flight on any rank that reports (-1): the hosts stood still, as in "
+            71,
+            "storage-stall",
+            UNDETERMINED,
+            "No collective was ever in flight on any rank that reports (-1): the hosts "
+            "stood still, as in "
             "a storage stall; no rank is at fault.",
             events=unused,
-            alternatives=[("heartbeat", "a CUDA call or the GIL blocked before the first collective")],
-        )  # fmt: skip
+            alternatives=[
+                ("heartbeat", "a CUDA call or the GIL blocked before the first collective")
+            ],
+        )
 
 
 RULES = (gpu_faults, kernel_faults, out_of_memory, storage)

@@ -16,17 +16,47 @@ from relax_hpc.postmortem.rules.proposal import (
 )
 
 _ECHO_TYPES = frozenset(
-    "DistBackendError DistNetworkError DistStoreError ChildFailedError ConnectionResetError BrokenPipeError"
-    " ConnectionRefusedError ConnectionAbortedError EOFError KeyboardInterrupt SystemExit RayActorError ActorDiedError"
-    " ProcessExitedException WorkerCrashedError SignalException ncclUnhandledCudaError ncclSystemError ncclRemoteError"
-    " ncclInternalError ncclInvalidUsage RayTaskError RendezvousTimeoutError RendezvousConnectionError"
-    " UncompletedJobError FailedJobError CalledProcessError EngineDeadError GeneratorExit StopIteration"
-    " CancelledError".split()
+    (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "ChildFailedError",
+        "ConnectionResetError",
+        "BrokenPipeError",
+        "ConnectionRefusedError",
+        "ConnectionAbortedError",
+        "EOFError",
+        "KeyboardInterrupt",
+        "SystemExit",
+        "RayActorError",
+        "ActorDiedError",
+        "ProcessExitedException",
+        "WorkerCrashedError",
+        "SignalException",
+        "ncclUnhandledCudaError",
+        "ncclSystemError",
+        "ncclRemoteError",
+        "ncclInternalError",
+        "ncclInvalidUsage",
+        "RayTaskError",
+        "RendezvousTimeoutError",
+        "RendezvousConnectionError",
+        "UncompletedJobError",
+        "FailedJobError",
+        "CalledProcessError",
+        "EngineDeadError",
+        "GeneratorExit",
+        "StopIteration",
+        "CancelledError",
+    )
 )
 _ECHO_WORDS = re.compile(
-    r"NCCL|ProcessGroup|Watchdog|[Gg]loo|Connection (?:closed|reset|refused)|Socket Timeout|Broken (?:pipe|promise)|"
-    r"TCPStore|collective|CUDA error|CUDA out of memory|process group|store based barrier|device-side|"
-    r"terminated with|died|EngineCore|unhandled cuda error|clients joined|Timed out waiting|monitoredBarrier"
+    r"NCCL|ProcessGroup|Watchdog|[Gg]loo|Connection (?:closed|reset|refused)|"
+    r"Socket Timeout|Broken (?:pipe|promise)|"
+    r"TCPStore|collective|CUDA error|CUDA out of memory|process group|"
+    r"store based barrier|device-side|"
+    r"terminated with|died|EngineCore|unhandled cuda error|clients joined|"
+    r"Timed out waiting|monitoredBarrier"
 )
 
 
@@ -60,9 +90,16 @@ def exceptions(facts: Facts) -> Iterator[Proposal]:
     )
 
 
-_CRASH = re.compile(r"segmentation|segv|sigabrt|aborted|signal (?:6|11)\b|illegal instruction|sigill|fatal python|sigfpe|floating", re.I)
+_CRASH = re.compile(
+    r"segmentation|segv|sigabrt|aborted|signal (?:6|11)\b|illegal instruction|sigill|"
+    r"fatal python|sigfpe|floating",
+    re.I,
+)
 _BUS = re.compile(r"bus error|sigbus|signal 7\b", re.I)
-_VICTIM = re.compile(r"terminated|sigterm|interrupt|hangup|signal (?:15|2|1)\b|exit code (?:-15|143)|user defined", re.I)
+_VICTIM = re.compile(
+    r"terminated|sigterm|interrupt|hangup|signal (?:15|2|1)\b|exit code (?:-15|143)|user defined",
+    re.I,
+)
 _KILLED = re.compile(r"\bkilled|sigkill|signal 9\b|exit code (?:-9|137)", re.I)
 
 
@@ -72,23 +109,42 @@ def exits(facts: Facts) -> Iterator[Proposal]:
     if not found:
         return
     late = facts.hung()
-    crashed = [e for e in found if _CRASH.search(_end(e)) or e.attrs.get("exit_code") in (-11, -6, -4, -8, 139, 134, 132)]
+    crashed = [
+        e
+        for e in found
+        if _CRASH.search(_end(e)) or e.attrs.get("exit_code") in (-11, -6, -4, -8, 139, 134, 132)
+    ]
     bus = [e for e in found if _BUS.search(_end(e)) or e.attrs.get("exit_code") in (-7, 135)]
     if bus:
         ranks, nodes = _who(facts, bus)
         yield propose(
-            34 if not late else 61, "bus-error", LIKELY, f"SIGBUS{_at(ranks, nodes)}: shared memory or a mapped file had no page behind it.",
-            events=bus, ranks=ranks, nodes=nodes,
-            alternatives=[("shm-full", "/dev/shm full"), ("host-oom", "memory of the cgroup exhausted")],
-        )  # fmt: skip
+            34 if not late else 61,
+            "bus-error",
+            LIKELY,
+            f"SIGBUS{_at(ranks, nodes)}: shared memory or a mapped file had no page behind it.",
+            events=bus,
+            ranks=ranks,
+            nodes=nodes,
+            alternatives=[
+                ("shm-full", "/dev/shm full"),
+                ("host-oom", "memory of the cgroup exhausted"),
+            ],
+        )
     if crashed:
         ranks, nodes = _who(facts, crashed[:1])
         # An abort after a time-out is the watchdog's own end of the process.
-        aborted = late and all("abort" in _end(e).lower() or e.attrs.get("exit_code") in (-6, 134) for e in crashed)
+        aborted = late and all(
+            "abort" in _end(e).lower() or e.attrs.get("exit_code") in (-6, 134) for e in crashed
+        )
         yield propose(
-            90 if aborted else 60, "rank-died", LIKELY, f"A process crashed ({_end(crashed[0])}){_at(ranks, nodes)}.",
-            events=crashed, ranks=ranks, nodes=nodes,
-        )  # fmt: skip
+            90 if aborted else 60,
+            "rank-died",
+            LIKELY,
+            f"A process crashed ({_end(crashed[0])}){_at(ranks, nodes)}.",
+            events=crashed,
+            ranks=ranks,
+            nodes=nodes,
+        )
     rest = [e for e in found if e not in crashed and e not in bus]
     if rest:
         yield _plain_exit(facts, rest, late)
@@ -108,9 +164,10 @@ def _plain_exit(facts: Facts, rest: Sequence[Event], late: bool) -> Proposal:
         events=[first, *[e for e in rest if e is not first][:4]],
         ranks=ranks if few else [],
         nodes=nodes if killed and len(nodes) == 1 else [],
-        alternatives=[("host-oom", "SIGKILL without another sender is often the OOM killer")] if killed else
-        [("python-exception", "its traceback is not in these logs")],
-    )  # fmt: skip
+        alternatives=[("host-oom", "SIGKILL without another sender is often the OOM killer")]
+        if killed
+        else [("python-exception", "its traceback is not in these logs")],
+    )
 
 
 def _before_terminating(facts: Facts, exits_: Sequence[Event]) -> list[Event]:
@@ -134,7 +191,9 @@ def _who(facts: Facts, events: Sequence[Event]) -> tuple[list[int], list[str]]:
         ranks.update(tasks if isinstance(tasks, tuple) else ())
         if (rank := facts.rank(event)) is not None:
             ranks.add(rank)
-        nodes += [n for n in str(event.attrs.get("nodes", "")).split(",") if n] or ([event.node] if event.node else [])
+        nodes += [n for n in str(event.attrs.get("nodes", "")).split(",") if n] or (
+            [event.node] if event.node else []
+        )
     return sorted(ranks), list(dict.fromkeys(nodes)) or facts.nodes(sorted(ranks))
 
 
@@ -148,8 +207,10 @@ def _at(ranks: Sequence[int], nodes: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------
 
 _IN_COLLECTIVE = re.compile(
-    r"distributed_c10d|distributed/_functional|\b(?:all_reduce|allreduce|broadcast|barrier|all_gather|reduce_scatter|recv|send|"
-    r"all_to_all|ncclGroupEnd|pncclAllReduce|ncclAllReduce|synchronize|cudaStreamSynchronize|cudaDeviceSynchronize|wait_tensor)\b"
+    r"distributed_c10d|distributed/_functional|\b(?:all_reduce|allreduce|broadcast|"
+    r"barrier|all_gather|reduce_scatter|recv|send|"
+    r"all_to_all|ncclGroupEnd|pncclAllReduce|ncclAllReduce|synchronize|"
+    r"cudaStreamSynchronize|cudaDeviceSynchronize|wait_tensor)\b"
 )
 _LOADER = re.compile(r"torch/utils/data/dataloader|_try_get_data|multiprocessing/queues|_next_data")
 _CHECKPOINT = re.compile(r"checkpoint|torch/serialization|save_|distributed/checkpoint", re.I)
@@ -160,23 +221,39 @@ def stacks(facts: Facts) -> Iterator[Proposal]:
     seen = [e for e in facts.of(EventKind.PHASE) if e.attrs.get("stack")]
     if len(seen) < 3:
         return
-    inside = [e for e in seen if _IN_COLLECTIVE.search(" < ".join(str(e.attrs["stack"]).split(" < ")[:4]))]
+    inside = [
+        e for e in seen if _IN_COLLECTIVE.search(" < ".join(str(e.attrs["stack"]).split(" < ")[:4]))
+    ]
     outside = [e for e in seen if e not in inside]
     if not inside or not outside or len(outside) * 3 > len(seen):
         return
     text = str(outside[0].attrs["stack"])
     loader = all(_LOADER.search(str(e.attrs["stack"])) for e in outside)
-    name = "dataloader-deadlock" if loader else "straggler" if _CHECKPOINT.search(text) else "host-code-hang"
+    name = (
+        "dataloader-deadlock"
+        if loader
+        else "straggler"
+        if _CHECKPOINT.search(text)
+        else "host-code-hang"
+    )
     who = ", ".join(f"pid {e.pid}" + (f" on node {e.node}" if e.node else "") for e in outside[:4])
     yield propose(
-        25, name, LIKELY if len(outside) > 1 or not loader else ESTABLISHED,
-        f"{who}: the only stack outside of a collective ({text.split(' < ')[0]} ...); the other {len(inside)} wait for it.",
-        events=outside, ranks=[r for e in outside if (r := facts.rank(e)) is not None],
+        25,
+        name,
+        LIKELY if len(outside) > 1 or not loader else ESTABLISHED,
+        f"{who}: the only stack outside of a collective ({text.split(' < ')[0]} ...); "
+        f"the other {len(inside)} wait for it.",
+        events=outside,
+        ranks=[r for e in outside if (r := facts.rank(e)) is not None],
         nodes=[e.node for e in outside if e.node],
-    )  # fmt: skip
+    )
 
 
-_PIPELINE = re.compile(r"_pp_|pipeline|pp_receive|p2p_communication|recv_forward|recv_backward|send_forward|/pipe/|prev_stage|irecv_tensor_dict|recv_tensor_dict", re.I)
+_PIPELINE = re.compile(
+    r"_pp_|pipeline|pp_receive|p2p_communication|recv_forward|recv_backward|"
+    r"send_forward|/pipe/|prev_stage|irecv_tensor_dict|recv_tensor_dict",
+    re.I,
+)
 
 
 def failed_stack(facts: Facts) -> Iterator[Proposal]:
@@ -186,10 +263,17 @@ def failed_stack(facts: Facts) -> Iterator[Proposal]:
         return
     top = str(found[0].attrs["stack"]).split(" < ")
     yield propose(
-        72, "pp-broadcast-wait", UNDETERMINED,
-        f"A pipeline stage waits in {top[0].split(' ')[0]} for data of another stage; the reporter is not the culprit.",
-        events=found, alternatives=[("missing-rank", "the source stage did not come"), ("rank-died", "the source stage ended")],
-    )  # fmt: skip
+        72,
+        "pp-broadcast-wait",
+        UNDETERMINED,
+        f"A pipeline stage waits in {top[0].split(' ')[0]} for data of another stage; "
+        f"the reporter is not the culprit.",
+        events=found,
+        alternatives=[
+            ("missing-rank", "the source stage did not come"),
+            ("rank-died", "the source stage ended"),
+        ],
+    )
 
 
 def version_bug(facts: Facts) -> Iterator[Proposal]:
@@ -200,11 +284,14 @@ def version_bug(facts: Facts) -> Iterator[Proposal]:
     if len(wedges) >= 2 and blamed:
         best = blamed.most_common(1)[0][0]
         yield propose(
-            26, "nccl-version-bug", LIKELY,
-            f"NCCL {best} wedges silently while the hardware is clean; a lag of one rank in RAS does not make it guilty.",
+            26,
+            "nccl-version-bug",
+            LIKELY,
+            f"NCCL {best} wedges silently while the hardware is clean; a lag of one "
+            f"rank in RAS does not make it guilty.",
             events=[*[e for e in versions if e.attrs.get("blamed")], *wedges[:4]],
             alternatives=[("ras-mismatch", "one rank behind: hardware of that rank")],
-        )  # fmt: skip
+        )
 
 
 RULES = (exceptions, exits, stacks, failed_stack, version_bug)

@@ -25,7 +25,7 @@ class Proposal(msgspec.Struct):
     alternatives: list[Alternative] = []
 
 
-def propose(
+def propose(  # noqa: PLR0913 - a finding has that many parts, all by keyword
     order: int,
     name: str,
     confidence: Confidence,
