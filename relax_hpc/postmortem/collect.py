@@ -12,7 +12,6 @@ import gzip
 import importlib
 import io
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from relax_hpc.postmortem.flight import is_dump
 from relax_hpc.postmortem.parse.record import Record, rank_of_file, records, wrap_width
+from relax_hpc.postmortem.prefilter import Prefilter, prefilter
 
 BLOCK_BYTES = 4 << 20
 SMALL_BYTES = 256 << 10
@@ -171,7 +171,7 @@ def windows(
     """Read one log and yield the neighbourhoods of lines that hold one of `literals`."""
     name = "<stdin>" if path == "-" else path
     year = _year(path)
-    wanted = matcher(literals)
+    wanted = prefilter(tuple(literals))
     kept = 0
     try:
         with _open(path) as stream:
@@ -184,11 +184,6 @@ def windows(
                     break
     except (OSError, EOFError, ValueError, ImportError) as err:
         status.notes.append(f"{name}: read up to line {status.num_lines}: {err}")
-
-
-def matcher(literals: Sequence[str]) -> re.Pattern[bytes]:
-    """One expression that finds any of the literals in bytes."""
-    return re.compile(b"|".join(re.escape(text.encode()) for text in sorted(set(literals))))
 
 
 def _year(path: str) -> int:
@@ -261,7 +256,7 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _spans(
-    blocks: Iterator[bytes], wanted: re.Pattern[bytes], status: ReadStatus
+    blocks: Iterator[bytes], wanted: Prefilter, status: ReadStatus
 ) -> Iterator[list[tuple[int, str]]]:
     """Windows as (line number, text). A window may end early at a block's end; so it is rare."""
     carried = b""
@@ -272,31 +267,28 @@ def _spans(
         first = status.num_lines - carried.count(b"\n")
         carried = b""
         if not after and status.num_lines == 0 and len(data) <= SMALL_BYTES:
-            spans = [(0, len(data))] if wanted.search(data) else []
+            spans = [(0, len(data))]
         else:
             spans = _hits(data, wanted)
         if after and spans and spans[-1][1] >= len(data) and len(data) < 3 * BLOCK_BYTES:
             carried = data[spans[-1][0] :]
             spans.pop()
-        status.num_lines = first + data.count(b"\n") + (not data.endswith(b"\n"))
+        status.num_lines = first + data.count(b"\n")
+        if not after and not data.endswith(b"\n"):
+            status.num_lines += 1
         yield from _numbered(data, spans, first)
         block = after
 
 
-def _hits(data: bytes, wanted: re.Pattern[bytes]) -> list[tuple[int, int]]:
+def _hits(data: bytes, wanted: Prefilter) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
-    position = 0
-    while found := wanted.search(data, position):
-        start = _line_start(data, found.start())
-        end = data.find(b"\n", found.end()) + 1 or len(data)
-        position = end
+    for start, stop in wanted.lines(data):
         for _ in range(_BEFORE):
             start = _line_start(data, max(0, start - 1))
-        stop = end
         for _ in range(_AFTER):
-            stop = data.find(b"\n", stop) + 1 or len(data)
             if stop == len(data):
                 break
+            stop = data.find(b"\n", stop) + 1 or len(data)
         if spans and start <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
         else:

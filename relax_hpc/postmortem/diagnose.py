@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from relax_hpc.postmortem import classes, collect, flight, flight_rules
@@ -62,13 +63,17 @@ def read_events(corpus: collect.Corpus) -> tuple[list[Event], int, list[str]]:
     tasks = [(path, ranks.get(path)) for path in corpus.logs]
     workers = min(os.cpu_count() or 1, 8, len(tasks))
     if corpus.num_bytes > PARALLEL_BYTES and workers > 1 and "-" not in corpus.logs:
-        # spawn: this may run inside a process with threads (the supervisor's tests).
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        with multiprocessing.get_context(_start_method()).Pool(workers) as pool:
             parts = list(pool.imap(_read_one, tasks, chunksize=max(1, len(tasks) // (workers * 8))))
     else:
         parts = [_read_one(task) for task in tasks]
     events = [event for part in parts for event in part[0]]
     return events, sum(part[1] for part in parts), [note for part in parts for note in part[2]]
+
+
+def _start_method() -> str:
+    # Fork is quick and needs no importable main; beside other threads it could inherit a held lock.
+    return "fork" if threading.active_count() == 1 else "spawn"
 
 
 def _read_one(task: tuple[str, int | None]) -> tuple[list[Event], int, list[str]]:

@@ -166,11 +166,12 @@ def parse_host_memory(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 PARSERS = (
-    Parser("xid", ("Xid", "XID", "xid"), parse_xid),
+    Parser("xid", ("Xid ", "Xid:", "Xid(", "XID ", "XID:", "xid ", "xid:", "xid="), parse_xid),
     Parser(
         "fault",
         (
-            "ECC",
+            " ECC",
+            "ErrorECC",
             "allen off the bus",
             "device handle",
             "GPU is lost",
@@ -184,7 +185,7 @@ PARSERS = (
             "SXid",
             "hardware failure",
             "HardwareStack",
-            "GSP",
+            "GSP ",
             "ecc error",
         ),
         parse_fault,

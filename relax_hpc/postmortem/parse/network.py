@@ -240,7 +240,7 @@ def parse_init(records: Sequence[Record], index: int) -> Iterator[Event]:
         )
 
 
-_BOOTSTRAP = re.compile(r"Bootstrap : Using [^\s:]+:(?P<ip>[0-9a-fA-F.:]+?)<\d+>")
+_BOOTSTRAP = re.compile(r"Bootstrap ?: Using [^\s:]+:(?P<ip>[0-9a-fA-F.:]+?)<\d+>")
 
 
 def parse_bootstrap(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -284,6 +284,6 @@ PARSERS = (
         parse_socket,
     ),
     Parser("remote_error", ("ncclRemoteError", "remote process exited"), parse_remote_error),
-    Parser("bootstrap", ("Bootstrap : Using",), parse_bootstrap),
+    Parser("bootstrap", ("Bootstrap : Using", "Bootstrap: Using"), parse_bootstrap),
     Parser("init", ("nranks ", "nRanks "), parse_init),
 )

@@ -188,7 +188,12 @@ PARSERS = (
         (
             "exitcode:",
             "Segmentation fault",
-            "SIG",
+            "SIGS",
+            "SIGA",
+            "SIGB",
+            "SIGI",
+            "SIGF",
+            "SIGK",
             "Fatal Python",
             "Bus error",
             "signal 11",
