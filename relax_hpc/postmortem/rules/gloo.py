@@ -112,7 +112,8 @@ def _silent(
     where = f" in {first.op}" if first.op else ""
     ending = "it hangs, was stopped, or died" if hangs else "it ended first"
     return propose(
-        _ORDER,
+        # That it ended is more than a dump that is not there can tell.
+        _ORDER if hangs or len(silent) > 1 else _ORDER - 2,
         "missing-rank" if hangs else "rank-died",
         LIKELY if few else UNDETERMINED,
         f"{name_ranks(silent).capitalize()} said nothing while {name_ranks([*timed_out, *lost])}"
