@@ -21,7 +21,6 @@ import msgspec
 
 from relax_hpc.postmortem.flight import is_dump
 from relax_hpc.postmortem.parse.record import Record, rank_of_file, records, wrap_width
-from relax_hpc.postmortem.prefilter import Prefilter, prefilter
 
 BLOCK_BYTES = 4 << 20
 SMALL_BYTES = 256 << 10
@@ -171,11 +170,10 @@ def windows(
     """Read one log and yield the neighbourhoods of lines that hold one of `literals`."""
     name = "<stdin>" if path == "-" else path
     year = _year(path)
-    wanted = prefilter(tuple(literals))
     kept = 0
     try:
         with _open(path) as stream:
-            for lines in _spans(_blocks(stream), wanted, status):
+            for lines in _spans(_blocks(stream), tuple(literals), status):
                 kept += len(lines)
                 width = wrap_width([text for _, text in lines])
                 yield Window(name, list(records(name, lines, year, width, rank)))
@@ -256,7 +254,7 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _spans(
-    blocks: Iterator[bytes], wanted: Prefilter, status: ReadStatus
+    blocks: Iterator[bytes], literals: tuple[str, ...], status: ReadStatus
 ) -> Iterator[list[tuple[int, str]]]:
     """Windows as (line number, text). A window may end early at a block's end; so it is rare."""
     carried = b""
@@ -269,7 +267,7 @@ def _spans(
         if not after and status.num_lines == 0 and len(data) <= SMALL_BYTES:
             spans = [(0, len(data))]
         else:
-            spans = _hits(data, wanted)
+            spans = _hits(data, literals)
         if after and spans and spans[-1][1] >= len(data) and len(data) < 3 * BLOCK_BYTES:
             carried = data[spans[-1][0] :]
             spans.pop()
@@ -280,9 +278,11 @@ def _spans(
         block = after
 
 
-def _hits(data: bytes, wanted: Prefilter) -> list[tuple[int, int]]:
+def _hits(data: bytes, literals: tuple[str, ...]) -> list[tuple[int, int]]:
+    from relax_hpc.postmortem.prefilter import prefilter  # NumPy: only for files that are large
+
     spans: list[tuple[int, int]] = []
-    for start, stop in wanted.lines(data):
+    for start, stop in prefilter(literals).lines(data):
         for _ in range(_BEFORE):
             start = _line_start(data, max(0, start - 1))
         for _ in range(_AFTER):

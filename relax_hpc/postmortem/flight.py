@@ -118,6 +118,8 @@ def is_dump(head: bytes, name: str) -> bool:
         return any(mark in head[:65536] for mark in _MARKS) or (
             head[:1] == b"\x80" and bool(_NAME.search(Path(name).name))
         )
+    if head[:1] in (b"(", b"}", b"]", b"c"):  # pickle before protocol 2 is text
+        return bool(_NAME.search(Path(name).name)) and b"pg_config" in head
     return False
 
 

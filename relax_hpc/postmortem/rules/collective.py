@@ -518,7 +518,6 @@ def signals(facts: Facts) -> Iterator[Proposal]:
         "The first process that torchrun saw exit is a consequence.",
         events=found + facts.of(EventKind.PROCESS_EXIT)[:3],
         ranks=origins,
-        nodes=facts.nodes(origins) if len(origins) == 1 else [],
         alternatives=[
             ("missing-rank", "the rank it waited for"),
             ("rank-died", "torchrun's first exit"),
