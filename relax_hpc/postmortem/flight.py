@@ -308,12 +308,16 @@ def _site(frames: JsonValue) -> str:
     """Return the innermost frame that is not of torch itself, else the innermost one."""
     if not isinstance(frames, (list, tuple)):
         return ""
-    named = [frame for frame in frames if isinstance(frame, dict) and frame.get("filename")]
-    own = [frame for frame in named if not _LIBRARY.search(str(frame["filename"]))]
-    for frame in (own or named)[:1]:
-        line = _integer(frame.get("line"))
-        return f"{str(frame['filename'])[-120:]}:{line} {str(frame.get('name', ''))[:60]}".strip()
-    return ""
+    innermost = ""
+    for frame in frames:
+        file = str(frame.get("filename", "")) if isinstance(frame, dict) else ""
+        if not file:
+            continue
+        site = f"{file[-120:]}:{_integer(frame.get('line'))} {str(frame.get('name', ''))[:60]}"
+        if not _LIBRARY.search(file):
+            return site.strip()
+        innermost = innermost or site.strip()
+    return innermost
 
 
 # --------------------------------------------------------------------------------------------
