@@ -32,6 +32,8 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     """One recorded operation of one rank."""
 
     record_id: int
+    pg_id: int
+    """Number of the group in this process: the key of `Dump.enqueued`."""
     group: str
     """Name of the process group (a number or hash), the same on all its members."""
     desc: str
@@ -93,6 +95,8 @@ class Dump(msgspec.Struct):
     groups: dict[str, tuple[int, ...]] = {}
     """Name -> global ranks of the members; gloo does not tell them."""
     descs: dict[str, str] = {}
+    enqueued: dict[int, int] = {}
+    """Number of the group in this process -> newest collective, also if its entry is not there."""
     problem: str = ""
     """Why nothing, or not all, could be read; empty if all is well."""
 
@@ -219,6 +223,10 @@ def _fill(dump: Dump, value: JsonValue) -> None:
             dump.entries.append(_entry(item, cache))
     dump.entries.sort(key=lambda entry: entry.record_id)
     _fill_groups(dump, config if isinstance(config, dict) else {})
+    status = value.get("pg_status")
+    for key, item in status.items() if isinstance(status, dict) else ():
+        if isinstance(item, dict):
+            dump.enqueued[_integer(key)] = _integer(item.get("last_enqueued_collective"))
 
 
 def _fill_groups(dump: Dump, config: dict[JsonValue, JsonValue]) -> None:
@@ -247,6 +255,7 @@ def _entry(item: dict[str, JsonValue], cache: dict[JsonValue, JsonValue]) -> Ent
     seq = item.get("p2p_seq_id") if is_p2p else item.get("collective_seq_id")
     fields = (
         _integer(item.get("record_id", item.get("id"))),
+        _integer(item.get("pg_id")),
         _shared(cache, name),
         _shared(cache, desc),
         _integer(item.get("seq_id") if seq is None else seq),

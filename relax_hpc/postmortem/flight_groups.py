@@ -55,6 +55,8 @@ class Table(msgspec.Struct):
     groups: list[GroupView]
     pending: dict[int, list[Entry]]
     """Operations that a rank's recorder did not see end, oldest first, parts left out."""
+    parts: dict[tuple[int, int], list[Entry]]
+    """(rank, record number) of a coalesced operation -> its parts."""
 
 
 def make_table(dumps: Sequence[Dump], world_size: int | None = None) -> Table:
@@ -64,9 +66,10 @@ def make_table(dumps: Sequence[Dump], world_size: int | None = None) -> Table:
         for dump in dumps
         if dump.rank is not None and dump.is_readable() and not dump.problem
     }
-    parts: dict[int, list[Entry]] = {rank: _without_parts(d) for rank, d in whole.items()}
+    parts: dict[tuple[int, int], list[Entry]] = {}
+    logical = {rank: _without_parts(dump, parts) for rank, dump in whole.items()}
     world = _world(dumps, world_size)
-    groups = list(_groups(whole, parts, world))
+    groups = list(_groups(whole, logical, world))
     problems = {dump.rank: dump for dump in dumps if dump.rank is not None and dump.problem}
     silent = {}
     for rank in sorted(world - whole.keys()):
@@ -74,9 +77,9 @@ def make_table(dumps: Sequence[Dump], world_size: int | None = None) -> Table:
         silent[rank] = f"{Path(dump.file).name}: {dump.problem}" if dump else "left no dump"
     pending = {
         rank: [entry for entry in entries if tells_state(whole[rank]) and not entry.is_complete()]
-        for rank, entries in parts.items()
+        for rank, entries in logical.items()
     }
-    return Table(dumps=whole, silent=silent, groups=groups, pending=pending)
+    return Table(dumps=whole, silent=silent, groups=groups, pending=pending, parts=parts)
 
 
 def tells_state(dump: Dump) -> bool:
@@ -102,28 +105,29 @@ def _shares(entry: Entry) -> int:
     return got // given if given > 0 and got % given == 0 and got // given <= 1 << 20 else 0
 
 
-def _without_parts(dump: Dump) -> list[Entry]:
-    """Leave out operations inside a coalesced one: they have no state of their own."""
+def _without_parts(dump: Dump, parts: dict[tuple[int, int], list[Entry]]) -> list[Entry]:
+    """Move operations inside a coalesced one to `parts`: they have no state of their own."""
     kept: list[Entry] = []
-    closed: set[tuple[str, bool, int]] = set()
+    closed: dict[tuple[str, bool, int], list[Entry]] = {}
     for entry in reversed(dump.entries):
         key = (entry.group, entry.is_p2p, entry.seq)
-        if key in closed and entry.op != "coalesced":
-            continue
         if entry.op == "coalesced":
-            closed.add(key)
+            closed[key] = parts.setdefault((dump.rank or 0, entry.record_id), [])
+        elif key in closed:
+            closed[key].append(entry)
+            continue
         kept.append(entry)
     kept.reverse()
     return kept
 
 
 def _groups(
-    dumps: dict[int, Dump], parts: dict[int, list[Entry]], world: set[int]
+    dumps: dict[int, Dump], logical: dict[int, list[Entry]], world: set[int]
 ) -> Iterator[GroupView]:
     views: dict[tuple[str, tuple[int, ...]], GroupView] = {}
     listed = _listed_members(dumps)
-    for rank in sorted(parts):
-        for entry in parts[rank]:
+    for rank in sorted(logical):
+        for entry in logical[rank]:
             members = _members(dumps[rank], entry.group, rank, listed)
             key = (entry.group, members)
             if key not in views:

@@ -49,10 +49,10 @@ def _from_state(table: Table, rank: int) -> Iterator[RankWait]:
         if key in seen or view is None:
             continue
         seen.add(key)
-        if not entry.is_p2p:
-            yield RankWait(rank, view, entry, missing(table, view, entry.seq))
-        elif entry.peer is not None:
-            yield RankWait(rank, view, entry, _missing_peer(table, view, rank, entry))
+        absent = missing(table, view, entry.seq)
+        if entry.is_p2p:
+            absent = _missing_peers(table, view, rank, entry)
+        yield RankWait(rank, view, entry, absent)
 
 
 def _from_order(table: Table, rank: int, newest: Entry) -> Iterator[RankWait]:
@@ -82,7 +82,10 @@ def missing(table: Table, view: GroupView, seq: int) -> tuple[int, ...]:
 def _is_behind(table: Table, view: GroupView, rank: int, seq: int) -> bool:
     if view.ops.get(rank):
         return view.last(rank) < seq
-    entries = table.dumps[rank].entries
+    dump = table.dumps[rank]
+    if (told := max((dump.enqueued.get(number, -1) for number in _numbers(view)), default=-1)) > 0:
+        return told < seq
+    entries = dump.entries
     if not entries or entries[0].record_id <= 0:
         return True
     # Its ring buffer dropped entries; whether this group's were among them, the times tell.
@@ -90,15 +93,33 @@ def _is_behind(table: Table, view: GroupView, rank: int, seq: int) -> bool:
     return bool(times) and min(times) > entries[0].created_ns
 
 
-def _missing_peer(table: Table, view: GroupView, rank: int, entry: Entry) -> tuple[int, ...]:
-    peer = view.global_rank(-1 if entry.peer is None else entry.peer)
-    if peer is None:
-        return ()
+def _numbers(view: GroupView) -> set[int]:
+    """Return the numbers that processes give this group; they mostly agree."""
+    return {entry.pg_id for ops in view.ops.values() for entry in list(ops.values())[:1]}
+
+
+def _missing_peers(table: Table, view: GroupView, rank: int, entry: Entry) -> tuple[int, ...]:
+    """Return the other sides of a send, recv or batch of them that are not in it."""
+    absent = set()
+    for part in _sides(table, rank, entry):
+        peer = None if part.peer is None else view.global_rank(part.peer)
+        if peer is not None and not _meets(table, view, peer, rank, part):
+            absent.add(peer)
+    return tuple(sorted(absent))
+
+
+def _meets(table: Table, view: GroupView, peer: int, rank: int, part: Entry) -> bool:
+    """Whether `peer` is in an unfinished recv of what `rank` sends, or the reverse."""
     for other in table.pending.get(peer, []):
-        same = other.group == entry.group and other.is_p2p and other.op != entry.op
-        if same and (other.peer is None or view.global_rank(other.peer) == rank):
-            return ()
-    return (peer,)
+        for side in _sides(table, peer, other) if other.is_p2p else []:
+            is_pair = side.group == part.group and side.op != part.op and side.peer is not None
+            if is_pair and view.global_rank(side.peer or 0) == rank:
+                return True
+    return False
+
+
+def _sides(table: Table, rank: int, entry: Entry) -> list[Entry]:
+    return table.parts.get((rank, entry.record_id)) or [entry]
 
 
 class Roots(msgspec.Struct):

@@ -24,6 +24,8 @@ class Job:
         self.clock_ns = START_NS
         self.version = {rank: "2.10" for rank in range(world)}
         self.first_record = dict.fromkeys(range(world), 0)
+        self.enqueued: dict[int, int] = {}
+        """Status of group 0 where the dump tells it."""
 
     def launch(
         self,
@@ -84,7 +86,7 @@ class Job:
             "version": self.version[rank],
             "comm_lib_version": "2.27.5",
             "pg_config": config,
-            "pg_status": {},
+            "pg_status": self._status(rank),
             "entries": self.entries[rank],
         }
         if as_json:
@@ -92,6 +94,11 @@ class Job:
                 entry.pop("frames", None)
             return json.dumps(value).encode()
         return pickle.dumps(value, 2)
+
+    def _status(self, rank: int) -> dict[str, dict[str, int]]:
+        if rank not in self.enqueued:
+            return {}
+        return {"0": {"last_enqueued_collective": self.enqueued[rank]}}
 
     def write(
         self,

@@ -7,7 +7,15 @@ import pytest
 from relax_hpc.postmortem.flight import read_dumps
 from relax_hpc.postmortem.flight_rules import CLASSES, flight_findings
 from relax_hpc.postmortem.verdict import Confidence, Finding
-from tests.unit.postmortem.flight_samples import TWELVE, Job, Scenario, cascade, others, steps
+from tests.unit.postmortem.flight_samples import (
+    TWELVE,
+    Job,
+    Scenario,
+    cascade,
+    misses,
+    others,
+    steps,
+)
 
 
 def explain(files: list[str]) -> Finding:
@@ -169,4 +177,34 @@ def test_a_send_and_its_recv_blame_nobody(tmp_path: Path) -> None:
     job = steps(2)
     send(job, 0, 1, "send")
     send(job, 1, 0, "recv")
+    assert explain(job.write(tmp_path)).confidence == Confidence.UNDETERMINED
+
+
+def batch(job: Job, rank: int, sides: list[tuple[str, int]], state: str = "started") -> None:
+    """`batch_isend_irecv`: parts without a state, then the coalesced operation."""
+    for op, peer in sides:
+        send(job, rank, peer, op, "scheduled")
+    job.launch([rank], "coalesced", state=state)
+    job.entries[rank][-1] |= {"is_p2p": True, "p2p_seq_id": 1}
+    job.seqs[rank, "0"] -= 1
+
+
+def test_a_pipeline_waits_for_the_stage_that_did_not_come(tmp_path: Path) -> None:
+    job = steps(4)
+    batch(job, 0, [("send", 1), ("recv", 1)])
+    batch(job, 1, [("send", 0), ("recv", 0), ("send", 2), ("recv", 2)])
+    batch(job, 3, [("send", 2), ("recv", 2)])
+    finding = explain(job.write(tmp_path))
+    assert (finding.class_, finding.ranks) == ("missing-rank", [2])
+
+
+def test_dumps_of_active_operations_only(tmp_path: Path) -> None:
+    """A rank whose operations all completed has no entries; its status tells where it was."""
+    job = misses(2)
+    for rank in range(4):
+        job.entries[rank] = [e for e in job.entries[rank] if e["state"] != "completed"]
+    job.enqueued = {2: 4}
+    finding = explain(job.write(tmp_path))
+    assert (finding.class_, finding.ranks) == ("missing-rank", [2])
+    job.enqueued = {2: 5}
     assert explain(job.write(tmp_path)).confidence == Confidence.UNDETERMINED
