@@ -508,6 +508,14 @@ _TABLE = (
         _SACCT,
     ),
     _c(
+        "unkillable-step",
+        "hardware",
+        "Processes did not end with SIGKILL: they are stuck in the kernel.",
+        "Drain the node; look for a hung file system or GPU driver (D state), reboot it.",
+        "ps -eo pid,stat,wchan:32,cmd | grep ' D'; dmesg of the node",
+        blames_node=True,
+    ),
+    _c(
         "signal-kill",
         "launcher",
         "A signal that the process does not handle ended it.",

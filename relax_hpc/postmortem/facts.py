@@ -262,7 +262,7 @@ def _add_signal(facts: Facts, event: Event) -> None:
         waiter.events.append(event)
         if waiter.seq is None:
             # The oldest unfinished operation of this group is the next after the completed one.
-            waiter.seq = event.completed + 1
+            waiter.seq = max(event.completed, 0) + 1
         waiter.enqueued = waiter.enqueued if waiter.enqueued is not None else event.enqueued
         waiter.completed = event.completed
 

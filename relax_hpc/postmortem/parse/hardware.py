@@ -24,13 +24,15 @@ LOST_XIDS = frozenset({79, 154})
 def parse_xid(records: Sequence[Record], index: int) -> Iterator[Event]:
     """`NVRM: Xid (PCI:0000:dc:00): 149, pid=..., name=...` and monitors that quote it."""
     record = records[index]
+    gpu = ""
     for found in _XID.finditer(record.text):
         xid = int(found["xid"])
+        gpu = found["gpu"] or gpu  # "Xid (PCI:...): 45, ... caused by previous Xid 149"
         pid = _PID.search(record.text)
         yield record.event(
             EventKind.GPU_FAULT,
             pid=int(pid[1]) if pid else None,
-            attrs={"xid": xid, "gpu": found["gpu"] or "", "what": _xid_kind(xid)},
+            attrs={"xid": xid, "gpu": gpu, "what": _xid_kind(xid)},
         )
 
 

@@ -107,6 +107,13 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"\s+(?:\d+\s+)?(?=[\w./])"
         ),
     ),
+    (
+        "sglang",
+        re.compile(
+            r"\[(?P<stamp>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?: DP\d+)?"
+            r"(?: TP(?P<rank>\d+))(?: \w+\d+)*\]\s?"
+        ),
+    ),
     ("elastic_role", re.compile(r"\[[\w.-]+\|(?P<rank>\d+)\]:\s?")),
     ("numbered", re.compile(r"\[\d+\] (?=\[|\()")),
     ("glog_old", re.compile(r"\[(?P<level>[EWIF])(?= [\w./]+\.(?:cpp|cu|hpp):\d)\s")),
@@ -128,7 +135,8 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "stamp",
         re.compile(
-            r"\[?(?P<stamp>\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)\]?"
+            r"\[?(?P<stamp>\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?"
+            r"(?:Z|[+-]\d\d:?\d\d)?)\]?"
             r"(?:\s*[:|]\s?|\s+|(?=\[))"
         ),
     ),
@@ -148,9 +156,15 @@ _HEADS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
+_LONG_RUN = 600
+_RUN = re.compile(r"(?<![\w./+=:-])[\w./+=:-]{600,}+|(?<!\s)\s{600,}+")
+"""A word or a gap of thousands of characters (base64, a damaged block) says nothing, and patterns
+that begin with a name try each of its characters: 14 s for one line."""
 _MAX_DIGITS = 40
 _NUMBER = re.compile(r"(\d{40})\d+")
 """Python refuses to read numbers of thousands of digits; no message has one of forty."""
+_LATE_RANK = re.compile(r"[^\[]{1,120}(?:\[\w+\] )?\[rank(?P<rank>\d+)[\[\]\s]*\]?:\s?(?=\[[EWIF])")
+_GLOG = dict(_HEADS)["glog"]
 _PROMPT = re.compile(r"^\S*?\b[a-z_][\w-]*@(?P<node>[A-Za-z0-9][\w.-]*)[ :][^$#%>]{0,80}[$#%>] ")
 _FILE_RANK = re.compile(r"(?:^|[/_.-])(?:global_?)?rank[_-]?(\d{1,6})(?=\D|$)", re.IGNORECASE)
 _FILE_LOCAL = re.compile(r"/attempt_\d+/(\d+)/std(?:err|out)(?:\.log)?$")
@@ -167,6 +181,8 @@ def clean(text: str) -> str:
     if "\x1b" in text or "m(" in text or "m[" in text:
         text = _ANSI.sub("", text)
     text = _CONTROL.sub("", text) if not text.isprintable() else text
+    if len(text) > _LONG_RUN:
+        text = _RUN.sub(lambda run: f"{run[0][:200]}...{run[0][-200:]}", text)
     return _NUMBER.sub(r"\1", text) if len(text) > _MAX_DIGITS else text
 
 
@@ -185,6 +201,13 @@ def make_record(file: str, line: int, raw: str, year: int, rank: int | None = No
                 break
         else:
             break
+    if "[rank" in rest[:200] and (found := _LATE_RANK.match(rest)):
+        # A prefix of somebody's own launcher before it.
+        record.rank = int(found["rank"])
+        rest = rest[found.end() :]
+        if found := _GLOG.match(rest):
+            _fill(record, "glog", found, year)
+            rest = rest[found.end() :]
     record.text = rest
     return record
 
@@ -230,11 +253,13 @@ def read_stamp(text: str, year: int = 1970) -> float | None:
     try:
         if text[:1].isalpha():
             return _unix(datetime.datetime.strptime(f"{year} {text}", "%Y %b %d %H:%M:%S"))
-        found = re.match(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?\d*(.*)", text)
+        found = re.match(
+            r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d(?::\d\d)?)(?:[.,](\d{1,6}))?\d*(.*)", text
+        )
         if found is None:
             return None
         zone = found[4].strip().replace("Z", "+00:00")
-        fraction = f".{found[3]:0<6}" if found[3] else ""
+        fraction = f".{found[3]:0<6}" if found[3] else "" if found[2].count(":") == 2 else ":00"
         return _unix(datetime.datetime.fromisoformat(f"{found[1]}T{found[2]}{fraction}{zone}"))
     except ValueError:
         return None
@@ -263,6 +288,9 @@ _NEW = re.compile(
     r"[\w.]*(?:Error|Exception|Interrupt|Warning)\b:?|NCCL|Thread \d|Rank \d|Process \d|"
     r"[-=]{8,}|\[ *\+?\d+\.\d+\]|[A-Z][a-z]{2} [ \d]\d \d\d:|ncclremote|Last error|what\(\):|"
     r"\s*what\(\))"
+)
+_NEW_AFTER_PREFIX = re.compile(
+    r".{0,150}?(?:\[rank\d+\]:|ProcessGroup\w+\.cpp:\d+\] ?\[|NCCL (?:INFO|WARN) |slurmstepd: |srun: )"
 )
 _OPEN = (
     re.compile(
@@ -309,7 +337,7 @@ def _continues(lines: Sequence[tuple[int, str]], index: int, text: str, width: i
     after = lines[index][1]
     if not after.strip() or lines[index][0] != lines[index - 1][0] + 1:
         return False
-    if _NEW.match(after) and not _OPEN[1].search(text):
+    if (_NEW.match(after) or _NEW_AFTER_PREFIX.match(after)) and not _OPEN[1].search(text):
         return False
     if len(text) > MAX_TEXT:
         return False

@@ -161,15 +161,16 @@ _LAUNCH = (
         re.compile(
             r"Unable to create step for job \d+: (?P<why>.+)|"
             r"[Jj]ob step creation (?:still )?disabled|"
-            r"Unable to confirm allocation for job"
+            r"Unable to confirm allocation for job|"
+            r"Unable to allocate resources: (?P<why4>.+)|Batch job submission failed: (?P<why5>.+)"
         ),
     ),
-    ("step-busy", re.compile(r"step creation temporarily disabled, retrying")),
+    ("step-busy", re.compile(r"step creation (?:temporarily|still) disabled, retrying")),
     (
         "exec",
         re.compile(
             r"execve\(\): (?P<why>.+)|error: Unable to exec|couldn't exec|"
-            r"task_p_pre_launch|Can't chdir|"
+            r"task_p_pre_launch|"
             r"error: Task launch .*failed on node (?P<node>\S+?): (?P<why2>.+)|"
             r"Application launch failed: (?P<why3>.+)|launch failed requeued held|"
             r"Job launch failed|[Pp]rolog (?:failed|error)|Invalid (?:account|"
@@ -185,7 +186,7 @@ def parse_launch(records: Sequence[Record], index: int) -> Iterator[Event]:
     for reason, pattern in _LAUNCH:
         if found := pattern.search(record.text):
             groups = found.groupdict()
-            why = groups.get("why") or groups.get("why2") or groups.get("why3") or found[0]
+            why = next((text for key, text in groups.items() if text and key != "node"), found[0])
             yield record.event(
                 EventKind.LAUNCHER_ERROR,
                 node=groups.get("node") or "",
@@ -197,7 +198,7 @@ def parse_launch(records: Sequence[Record], index: int) -> Iterator[Event]:
 _SUBMITIT = re.compile(
     r"submitit.*?(?:Bypassing signal (?P<bypass>\S+)|"
     r"Caught signal (?P<caught>\S+?) on (?P<node>\S+?): this job is (?P<why>preempted|"
-    r"timed.?out))|Job (?:is )?timed.?out"
+    r"timed.?out))|(?P<requeued>Requeued job \d+)"
 )
 _TERMINATING = re.compile(
     r"srun: (?:.*?: )?(?:Force )?Terminat(?:ing|ed) (?:StepId=|job step )(?P<step>\S+)|"
@@ -209,13 +210,16 @@ def parse_orderly(records: Sequence[Record], index: int) -> Iterator[Event]:
     """Signals that somebody announced, and srun's own ending of a step."""
     record = records[index]
     if found := _SUBMITIT.search(record.text):
-        if found["bypass"] or found["caught"]:
+        if found["requeued"]:
+            yield record.event(EventKind.SCHEDULER, attrs={"reason": "requeue", "what": "submitit"})
+        elif found["bypass"] or found["caught"]:
             yield record.event(
                 EventKind.SCHEDULER,
                 attrs={
                     "reason": "signal-bypassed" if found["bypass"] else "signal-handled",
                     "what": "process",
                     "signal": found["bypass"] or found["caught"],
+                    "why": (found["why"] or "").replace("-", " "),
                 },
             )
     elif found := _TERMINATING.search(record.text):
@@ -226,6 +230,36 @@ def parse_orderly(records: Sequence[Record], index: int) -> Iterator[Event]:
                 "what": "step",
                 "step": (found["step"] or "").rstrip("."),
             },
+        )
+
+
+_WAITED = re.compile(r"StepId=\S+ tasks? (?P<tasks>[\d,-]+): exited(?P<how> abnormally)?")
+
+
+def parse_waited(records: Sequence[Record], index: int) -> Iterator[Event]:
+    """`StepId=9.4 task 3: exited abnormally`: what srun --wait lists below `First task exited`."""
+    record = records[index]
+    if found := _WAITED.search(record.text):
+        tasks = _numbers(found["tasks"])
+        yield record.event(
+            EventKind.PROCESS_EXIT,
+            rank=tasks[0] if len(tasks) == 1 else None,
+            attrs={"end": f"exited{found['how'] or ''}", "tasks": tuple(tasks[:4096])},
+        )
+
+
+_UNKILLABLE = re.compile(
+    r"STEPD TERMINATED ON (?P<node>\S+) AT \S+ DUE TO JOB NOT ENDING WITH SIGNALS|"
+    r"Kill task failed|STEPD TERMINATED.*NOT ENDING"
+)
+
+
+def parse_unkillable(records: Sequence[Record], index: int) -> Iterator[Event]:
+    """Processes that SIGKILL does not end: they are stuck in the kernel."""
+    record = records[index]
+    if found := _UNKILLABLE.search(record.text):
+        yield record.event(
+            EventKind.SCHEDULER, node=found["node"], attrs={"reason": "unkillable", "what": "step"}
         )
 
 
@@ -293,6 +327,8 @@ PARSERS = (
             "Unable to create step",
             "step creation",
             "execve()",
+            "Batch job submission",
+            "allocate resources",
             "launch failed",
             "Task launch",
             "rolog",
@@ -308,6 +344,8 @@ PARSERS = (
         ("submitit", "Terminating", "Terminated", "Job step aborted", "forcing job", "got SIGCONT"),
         parse_orderly,
     ),
+    Parser("waited", (": exited",), parse_waited),
+    Parser("unkillable", ("NOT ENDING", "Kill task failed"), parse_unkillable),
     Parser(
         "accounting",
         (

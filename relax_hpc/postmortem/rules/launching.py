@@ -150,7 +150,7 @@ def steps(facts: Facts) -> Iterator[Proposal]:
             nodes=nodes,
         )
     busy = _errors(facts, "step-busy")
-    if len(busy) and not created and not failed and not facts.hung():
+    if busy and not created and not failed and not facts.hung():
         yield propose(
             86,
             "step-create-failure",
@@ -214,6 +214,7 @@ def ending(facts: Facts) -> Iterator[Proposal]:
                 events=_with_signals(facts, found),
             )
             return
+    yield from _announced(scheduler)
     cancelled = [e for e in scheduler if e.attrs.get("reason") in ("cancelled", "signal")]
     if not cancelled or any(e.attrs.get("reason") == "task-failure" for e in scheduler):
         return
@@ -226,6 +227,37 @@ def ending(facts: Facts) -> Iterator[Proposal]:
         "The step was cancelled from outside while nothing had failed; the signals were announced.",
         events=cancelled + bypassed,
     )
+
+
+def _announced(scheduler: Sequence[Event]) -> Iterator[Proposal]:
+    """Only the process itself says why it got a signal: it guesses from the time that is left."""
+    for why, name in (("timed out", "time-limit"), ("preempted", "preemption")):
+        found = [e for e in scheduler if e.attrs.get("why") == why]
+        if found:
+            yield propose(
+                82,
+                name,
+                LIKELY,
+                f"The process was told to end and takes it for '{why}'; it only guesses.",
+                events=found,
+                alternatives=[("orderly-cancel", "somebody sent the signal")],
+            )
+            return
+
+
+def unkillable(facts: Facts) -> Iterator[Proposal]:
+    """Processes that survive SIGKILL."""
+    found = facts.of(EventKind.SCHEDULER, reason="unkillable")
+    if found:
+        yield propose(
+            68,
+            "unkillable-step",
+            LIKELY,
+            "Processes did not end with SIGKILL: they are stuck in the kernel (storage or driver).",
+            events=found,
+            nodes=[e.node for e in found if e.node],
+            alternatives=[("storage-stall", "a file system that does not answer")],
+        )
 
 
 def _with_signals(facts: Facts, found: Sequence[Event]) -> list[Event]:
@@ -292,4 +324,4 @@ def killed_by_signal(facts: Facts) -> Iterator[Proposal]:
         )
 
 
-RULES = (rendezvous, devices, leaks, steps, node_failure, ending, killed_by_signal)
+RULES = (rendezvous, devices, leaks, steps, node_failure, ending, killed_by_signal, unkillable)

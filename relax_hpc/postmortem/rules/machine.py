@@ -111,7 +111,8 @@ def kernel_faults(facts: Facts) -> Iterator[Proposal]:
     yield propose(
         20,
         "cuda-kernel-fault",
-        ESTABLISHED if ranks else LIKELY,
+        # A wild address may also be the driver's or NCCL's; a misaligned one or an assert is not.
+        ESTABLISHED if ranks and _is_own(what) else LIKELY,
         f"{name_ranks(ranks).capitalize() if ranks else 'A process'} hit '{what}' in a "
         f"kernel of the program; "
         "NCCL only reports it.",
@@ -120,6 +121,10 @@ def kernel_faults(facts: Facts) -> Iterator[Proposal]:
         nodes=[],
         alternatives=[("gpu-xid", "the same GPU fails with other programs too")],
     )
+
+
+def _is_own(what: str) -> bool:
+    return "misaligned" in what or "assert" in what
 
 
 def _is_sticky(what: str) -> bool:

@@ -706,6 +706,118 @@ CASES = {
         "undetermined",
         [0],
     ),
+    "foreign-prefix": (
+        "bench-nodes.n4.nolog [stderr] "
+        + caught(0, 9).replace("\n", "\nbench [stderr] ", 1)
+        + caught(1, 9)
+        + caught(3, 9),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "minute-stamp": (
+        "".join(
+            f"2025-02-18 12:54 {line}\n" for r in (0, 1, 3) for line in caught(r, 9).splitlines()
+        ),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "quoted-and-pdsh": (
+        "".join(f"> 10.1.2.{r}: {line}\n" for r in (0, 1, 3) for line in caught(r, 9).splitlines()),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "xid45-names-its-cause": (
+        "kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=p, Ch 1 caused by previous Xid 149\n",
+        "gpu-nvlink",
+        [],
+        [],
+        "established",
+        [],
+    ),
+    "unspecified-launch-failure": (
+        "10.1.2.3: [rank19]:[E808 10:31:07.406255799 ProcessGroupNCCL.cpp:1895] [PG ID 1 PG GUID 1 "
+        "Rank 19] Process group watchdog thread terminated with exception: CUDA error: unspecified "
+        "launch failure\n",
+        "cuda-kernel-fault",
+        [19],
+        [],
+        "likely",
+        [],
+    ),
+    "submitit-requeued": (
+        "submitit WARNING (2022-07-12 04:18:45,881) - Caught signal SIGHUP on n1: this job is "
+        "preempted.\nsubmitit INFO (2022-07-12 04:18:45,912) - Requeued job 60 (3 "
+        "remaining timeouts)\n",
+        "requeue",
+        [],
+        [],
+        "established",
+        [],
+    ),
+    "submitit-guess": (
+        "[2021-10-21 11:50:15,216][submitit][WARNING] - Caught signal SIGUSR1 on n5: this job is "
+        "timed-out.\n",
+        "time-limit",
+        [],
+        [],
+        "likely",
+        [],
+    ),
+    "busy-step": (
+        "29: srun: Job 94 step creation still disabled, retrying (Requested nodes are busy)\n",
+        "step-create-failure",
+        [],
+        [],
+        "likely",
+        [29],
+    ),
+    "submission": (
+        "sbatch: error: Batch job submission failed: Requested node configuration is not "
+        "available\n",
+        "step-create-failure",
+        [],
+        [],
+        "established",
+        [],
+    ),
+    "wait": (
+        "srun: First task exited 3s ago\nsrun: StepId=9.4 tasks 0-2: running\n"
+        "srun: StepId=9.4 task 3: exited abnormally\n",
+        "rank-died",
+        [3],
+        [],
+        "likely",
+        [0],
+    ),
+    "unkillable": (
+        "slurmstepd: error: *** STEP 9.0 STEPD TERMINATED ON n3 AT 2024-01-01T00:00:00 DUE TO "
+        "JOB NOT ENDING WITH SIGNALS ***\n",
+        "unkillable-step",
+        [],
+        ["n3"],
+        "likely",
+        [],
+    ),
+    "first-op-never-done": (
+        "[rank1]:[E1103 07:34:57.460801783 ProcessGroupNCCL.cpp:1834] [PG ID 0 PG GUID "
+        "0(default_pg) "
+        "Rank 1] Timeout at NCCL work: 1, last enqueued NCCL work: 1, last completed "
+        "NCCL work: -1.\n",
+        "missing-rank",
+        [],
+        [],
+        "undetermined",
+        [1],
+    ),
 }
 SURE = ("undetermined", "likely", "established")
 
