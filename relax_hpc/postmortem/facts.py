@@ -105,6 +105,15 @@ class Facts(msgspec.Struct):
             return event.rank
         return self.rank_of.get((event.node, event.pid)) if event.pid is not None else None
 
+    def after_hang(self, event: Event) -> bool:
+        """Whether a rank had already timed out when this happened: then it is an echo."""
+        for other in self.events:
+            if other is event:
+                return False
+            if other.kind is EventKind.COLLECTIVE_TIMEOUT:
+                return True
+        return False
+
     def hung(self) -> bool:
         """Whether any rank reports a time-out, dump signal or stuck watchdog."""
         kinds = (EventKind.COLLECTIVE_TIMEOUT, EventKind.DUMP_SIGNAL, EventKind.HEARTBEAT)

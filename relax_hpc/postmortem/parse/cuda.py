@@ -109,6 +109,8 @@ _HOST_OOM = re.compile(
 def parse_host_oom(records: Sequence[Record], index: int) -> Iterator[Event]:
     """Out of host memory as the kernel, Ray, Kubernetes, NumPy or PyTorch say it."""
     record = records[index]
+    if "ibv_" in record.text:  # locked memory (ulimit -l), not the lack of memory
+        return
     if found := _HOST_OOM.search(record.text):
         pid = found["pid"] or found["pid2"] or found["pid3"]
         yield record.event(

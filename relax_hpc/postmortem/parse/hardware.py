@@ -7,10 +7,10 @@ from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record
 
 _XID = re.compile(
-    r"\bXid\b(?:\s*\((?:PCI:)?(?P<gpu>[0-9A-Fa-f:.]+)\))?\s*(?:error|code|"
-    r"event)?\s*[:=#]?\s*(?P<xid>\d{1,3})\b",
-    re.I,
+    r"\bX(?:id|ID)s?\b(?:\s*\((?:PCI:)?(?P<gpu>[0-9A-Fa-f:.]+)\))?\s*(?:[Ee]rrors?|code|event)?"
+    r"\s*[:=#]?\s*(?P<xid>[1-9]\d{0,2})\b(?!\.\d)"
 )
+_XID_DENIED = re.compile(r"\b(?:no|without|any|not an?) X(?:id|ID)", re.I)
 _PID = re.compile(r"pid='?(\d+)")
 
 CONSEQUENCES = frozenset({13, 31, 43, 45})
@@ -25,6 +25,8 @@ def parse_xid(records: Sequence[Record], index: int) -> Iterator[Event]:
     """`NVRM: Xid (PCI:0000:dc:00): 149, pid=..., name=...` and monitors that quote it."""
     record = records[index]
     gpu = ""
+    if _XID_DENIED.search(record.text):
+        return
     for found in _XID.finditer(record.text):
         xid = int(found["xid"])
         gpu = found["gpu"] or gpu  # "Xid (PCI:...): 45, ... caused by previous Xid 149"
@@ -49,7 +51,8 @@ _FAULTS = (
         "ecc",
         re.compile(
             r"uncorrectable (?:NVLink|ECC) error|(?:double.bit|uncorrectable|"
-            r"DBE)\s+ECC\s+error|cudaErrorECCUncorrectable|ECC error encountered",
+            r"DBE)\s+ECC\s+errors?(?!s?\s*[:=]?\s*0\b)|"
+            r"cudaErrorECCUncorrectable|ECC error encountered",
             re.I,
         ),
     ),
@@ -168,7 +171,7 @@ def parse_host_memory(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 
 PARSERS = (
-    Parser("xid", ("Xid ", "Xid:", "Xid(", "XID ", "XID:", "xid ", "xid:", "xid="), parse_xid),
+    Parser("xid", ("Xid ", "Xid:", "Xid(", "XID ", "XID:"), parse_xid),
     Parser(
         "fault",
         (

@@ -290,7 +290,8 @@ _NEW = re.compile(
     r"\s*what\(\))"
 )
 _NEW_AFTER_PREFIX = re.compile(
-    r".{0,150}?(?:\[rank\d+\]:|ProcessGroup\w+\.cpp:\d+\] ?\[|NCCL (?:INFO|WARN) |slurmstepd: |srun: )"
+    r".{0,150}?(?:\[rank\d+\]:|ProcessGroup\w+\.cpp:\d+\] ?\[|NCCL (?:INFO|WARN) |"
+    r"slurmstepd: |srun: )"
 )
 _OPEN = (
     re.compile(

@@ -78,14 +78,23 @@ def devices(facts: Facts) -> Iterator[Proposal]:
         found = _errors(facts, reason)
         if found:
             ranks = [r for e in found if (r := facts.rank(e)) is not None]
+            # Who ran collectives had met; and some programs warn of a port, then take another.
+            started = reason == "port" and facts.hung()
             yield propose(
-                order,
+                order + 40 if started else order,
                 name,
-                ESTABLISHED if name == "port-collision" else LIKELY,
+                ESTABLISHED if reason == "port" and _is_final(facts, found) else LIKELY,
                 f"{words}: {found[0].attrs.get('words')}.",
                 events=found,
                 ranks=ranks,
             )
+
+
+def _is_final(facts: Facts, found: Sequence[Event]) -> bool:
+    """Whether an exception says it, too."""
+    raised = " ".join(str(e.attrs.get("message")) for e in facts.of(EventKind.EXCEPTION)).lower()
+    words = ("address already in use", "eaddrinuse", "failed to listen", "failed to bind")
+    return any(word in raised for word in words)
 
 
 def _tuple(event: Event, name: str) -> tuple[int, ...]:
@@ -212,11 +221,21 @@ def ending(facts: Facts) -> Iterator[Proposal]:
                 ESTABLISHED if early else LIKELY,
                 sentence,
                 events=_with_signals(facts, found),
+                alternatives=[
+                    ("missing-rank", "a hang that nobody reported: see the last progress")
+                ]
+                if name == "time-limit"
+                else [],
             )
             return
     yield from _announced(scheduler)
     cancelled = [e for e in scheduler if e.attrs.get("reason") in ("cancelled", "signal")]
-    if not cancelled or any(e.attrs.get("reason") == "task-failure" for e in scheduler):
+    tasks = [e for e in scheduler if e.attrs.get("reason") == "task-failure"]
+    if tasks:
+        yield propose(
+            83, "rank-died", UNDETERMINED, "A task failed and Slurm ended the step.", events=tasks
+        )
+    if not cancelled or tasks:
         return
     early = not _failed_before(facts, cancelled[0])
     bypassed = [e for e in scheduler if str(e.attrs.get("reason")).startswith("signal-")]

@@ -61,7 +61,7 @@ def gpu_faults(facts: Facts) -> Iterator[Proposal]:
     yield propose(
         10,
         name,
-        LIKELY if many or what == "xid" else ESTABLISHED,
+        LIKELY if many or what == "xid" or _is_vague(mine) else ESTABLISHED,
         f"{words[0].upper()}{words[1:]}{where}; what follows are consequences.",
         events=mine + [e for e in facts.of(EventKind.GPU_FAULT) if e not in mine][:3],
         ranks=ranks,
@@ -69,6 +69,13 @@ def gpu_faults(facts: Facts) -> Iterator[Proposal]:
         alternatives=[("fabric-manager", "several nodes at once: a common cause is possible")]
         if many
         else [],
+    )
+
+
+def _is_vague(faults: Sequence[Event]) -> bool:
+    """Words that reports about healthy machines use, too."""
+    return all("anager" in str(e.attrs.get("words", "")) for e in faults) and not any(
+        "error in the Fabric" in str(e.attrs.get("words", "")) for e in faults
     )
 
 
@@ -163,7 +170,7 @@ def out_of_memory(facts: Facts) -> Iterator[Proposal]:
         yield propose(
             30,
             "host-oom",
-            ESTABLISHED,
+            ESTABLISHED if any(_is_killed(e) for e in host) else LIKELY,
             f"Out of host memory{where}; steps cancelled afterwards are consequences.",
             events=host + bus,
             ranks=ranks,
@@ -182,6 +189,12 @@ def out_of_memory(facts: Facts) -> Iterator[Proposal]:
             ranks=ranks,
             nodes=[],
         )
+
+
+def _is_killed(event: Event) -> bool:
+    """Slurm or the kernel says it; an allocation that failed may have other reasons (ulimit)."""
+    words = str(event.attrs.get("words", ""))
+    return "end" in event.attrs or any(word in words for word in ("oom", "OOM", "Kill", "OUT_OF"))
 
 
 def _victims(facts: Facts, events: Sequence[Event]) -> tuple[list[str], list[int]]:
@@ -210,7 +223,7 @@ def storage(facts: Facts) -> Iterator[Proposal]:
             yield propose(
                 order,
                 name,
-                ESTABLISHED if name == "storage-full" else LIKELY,
+                ESTABLISHED if what == "full" and _is_raised(facts, found) else LIKELY,
                 f"{words}.",
                 events=found,
                 ranks=ranks,
@@ -228,6 +241,12 @@ def storage(facts: Facts) -> Iterator[Proposal]:
             ranks=_ranks(facts, broken),
             nodes=_nodes(facts, broken),
         )
+
+
+def _is_raised(facts: Facts, found: Sequence[Event]) -> bool:
+    """Whether it ended a process, and was not only a warning about a cache."""
+    raised = {e.source for e in facts.of(EventKind.EXCEPTION)}
+    return any(event.source in raised for event in found)
 
 
 def _unused(facts: Facts) -> list[Event]:

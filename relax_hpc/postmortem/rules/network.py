@@ -46,10 +46,11 @@ def adapters(facts: Facts) -> Iterator[Proposal]:
     nodes = list(dict.fromkeys(e.node for e in down if e.node))
     ranks = sorted({r for e in down if (r := facts.rank(e)) is not None})
     many = len(nodes) > 2
+    broken = facts.of(EventKind.NET_ERROR)
     yield propose(
         50,
         "nic-fatal",
-        LIKELY if many else ESTABLISHED,
+        ESTABLISHED if not many and (broken or _is_final(down)) else LIKELY,
         f"Adapter event '{down[0].attrs['what']}' "
         f"on {', '.join(nodes[:4]) or 'a node'}; errors of its peers are consequences.",
         events=down + facts.of(EventKind.NET_ERROR)[:4],
@@ -60,6 +61,11 @@ def adapters(facts: Facts) -> Iterator[Proposal]:
         if many
         else [],
     )
+
+
+def _is_final(events: Sequence[Event]) -> bool:
+    """A port that is down may come back; an adapter after a fatal error does not."""
+    return any(w in str(e.attrs["what"]).lower() for e in events for w in ("catastr", "fatal"))
 
 
 def completions(facts: Facts) -> Iterator[Proposal]:

@@ -79,16 +79,35 @@ def exceptions(facts: Facts) -> Iterator[Proposal]:
     ranks = sorted({r for e in same if (r := facts.rank(e)) is not None})
     everywhere = len(ranks) > 1
     words = f"{first.attrs.get('type')}: {first.attrs.get('message')}".rstrip(": ")
+    cause = not facts.hung() or (first.attrs.get("traceback") and not facts.after_hang(first))
+    sure = (
+        cause and first.attrs.get("traceback") and len(ranks) == 1 and _is_last_word(facts, first)
+    )
     yield propose(
-        45 if first.attrs.get("traceback") or not facts.hung() else 74,
+        45 if cause else 74,
         "python-exception",
-        ESTABLISHED if first.attrs.get("traceback") and ranks and not everywhere else LIKELY,
+        ESTABLISHED if sure else LIKELY,
         f"{name_ranks(ranks).capitalize() if ranks else 'A process'} raised {words[:160]}"
         + ("; the others waited for it." if facts.hung() and not everywhere else "."),
         events=same,
         ranks=ranks,
     )
 
+
+def _is_last_word(facts: Facts, event: Event) -> bool:
+    """Whether that rank says nothing after it but that it ends: nobody caught the exception."""
+    rank, after = facts.rank(event), False
+    for other in facts.events:
+        if other is event:
+            after = True
+        elif after and facts.rank(other) == rank and other.kind not in _ENDINGS:
+            return False
+    return True
+
+
+_ENDINGS = frozenset(
+    {EventKind.EXCEPTION, EventKind.PROCESS_EXIT, EventKind.CONFIG_NOTE, EventKind.SCHEDULER}
+)
 
 _CRASH = re.compile(
     r"segmentation|segv|sigabrt|aborted|signal (?:6|11)\b|illegal instruction|sigill|"
@@ -134,7 +153,10 @@ def exits(facts: Facts) -> Iterator[Proposal]:
         ranks, nodes = _who(facts, crashed[:1])
         # An abort after a time-out is the watchdog's own end of the process.
         aborted = late and all(
-            "abort" in _end(e).lower() or e.attrs.get("exit_code") in (-6, 134) for e in crashed
+            "abort" in _end(e).lower()
+            or e.attrs.get("exit_code") in (-6, 134)
+            or facts.after_hang(e)
+            for e in crashed
         )
         yield propose(
             90 if aborted else 60,

@@ -818,6 +818,101 @@ CASES = {
         "undetermined",
         [1],
     ),
+    "ulimit": (
+        "n1:7:8 [0] misc/ibvwrap.cc:9 NCCL WARN Call to ibv_reg_mr failed with error Cannot "
+        "allocate memory\n",
+        "rdma-protection",
+        [],
+        ["n1"],
+        "likely",
+        [],
+    ),
+    "no-xid": (
+        "dmesg shows no Xid 79 and ECC errors: 0\nstep 1\n",
+        "unknown",
+        [],
+        [],
+        "undetermined",
+        [],
+    ),
+    "transaction": ("postgres: xid 79 committed\n", "unknown", [], [], "undetermined", []),
+    "zero-ecc": ("    Double Bit ECC Errors : 0\n", "unknown", [], [], "undetermined", []),
+    "port-warning-then-hang": (
+        "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - "
+        "Address already in use).\n" + caught(0, 9) + caught(1, 9) + caught(3, 9),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "caught-exception-then-hang": (
+        TRACE.format(rank=0, last="ValueError: bad row, skipped")
+        + caught(0, 9)
+        + caught(1, 9)
+        + caught(3, 9),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "segfault-after-hang": (
+        caught(0, 9)
+        + caught(1, 9)
+        + caught(3, 9)
+        + "srun: error: n7: task 1: Segmentation fault (core dumped)\n",
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "exception-after-hang": (
+        caught(0, 9)
+        + caught(1, 9)
+        + caught(3, 9)
+        + TRACE.format(rank=9, last="RuntimeError: lost my friends").replace("[rank9]: ", ""),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "flapping-port": (
+        "n4:1:2 [0] net_ib.cc:93 NCCL WARN NET/IB : mlx5_0:1 Got async event : port error\n",
+        "nic-fatal",
+        [],
+        ["n4"],
+        "likely",
+        [],
+    ),
+    "non-fatal-event": (
+        "n4:1:2 [0] net_ib.cc:93 NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: "
+        "port active(9)\n",
+        "unknown",
+        [],
+        [],
+        "undetermined",
+        [],
+    ),
+    "warning-is-no-exception": (
+        "/x/y.py:3: UserWarning: the hidden Error: none\n",
+        "unknown",
+        [],
+        [],
+        "undetermined",
+        [],
+    ),
+    "task-failure": (
+        "slurmstepd: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TASK "
+        "FAILURE ***\n",
+        "rank-died",
+        [],
+        [],
+        "undetermined",
+        [],
+    ),
 }
 SURE = ("undetermined", "likely", "established")
 
