@@ -11,7 +11,15 @@ from relax_hpc.postmortem.facts import Facts, gather
 from relax_hpc.postmortem.flight import Dump
 from relax_hpc.postmortem.marks import add_picture
 from relax_hpc.postmortem.parse import registry
-from relax_hpc.postmortem.rules import collective, gloo, launching, machine, network, process
+from relax_hpc.postmortem.rules import (
+    collective,
+    gloo,
+    launching,
+    machine,
+    network,
+    process,
+    reports,
+)
 from relax_hpc.postmortem.rules.proposal import UNDETERMINED, Proposal, propose
 from relax_hpc.postmortem.timeline import order
 from relax_hpc.postmortem.verdict import Alternative, Confidence, Finding, Report, Verdict
@@ -22,6 +30,7 @@ RULES = (
     *process.RULES,
     *network.RULES,
     *gloo.RULES,
+    *reports.RULES,
     *collective.RULES,
 )
 

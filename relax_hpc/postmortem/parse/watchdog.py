@@ -231,6 +231,20 @@ def parse_note(records: Sequence[Record], index: int) -> Iterator[Event]:
         yield record.event(EventKind.CONFIG_NOTE, attrs={"note": "flight-recorder-off"})
 
 
+_WHOLE = re.compile(
+    r"(?:timing out|completed\s*(?:NCCL\s*)?work:\s*-?\d+|process\s*down|data|value|trace:\s*\d|"
+    r"collectives:\s*\d|call first\):?|hang|etc|TCPStore|blocking\s*wait|exception.*|\))[.\s]*$"
+)
+
+
+def parse_cut_off(records: Sequence[Record], index: int) -> Iterator[Event]:
+    """The log ends in the middle of a message: that a rank is absent proves little then."""
+    record = records[index]
+    last = not any(after.text.strip() for after in records[index + 1 : index + 4])
+    if last and record.level and not _WHOLE.search(record.text):
+        yield record.event(EventKind.CONFIG_NOTE, attrs={"note": "cut-off"})
+
+
 _ANY_FAILURE = rx(
     r"\[Rank (\d+)\] (?:Some NCCL operations have failed|To avoid data inconsistency|"
     r"ProcessGroupNCCL preparing to dump)|"
@@ -273,6 +287,7 @@ PARSERS = (
         parse_heartbeat,
         "2.2-",
     ),
+    Parser("cut_off", ("ProcessGroup",), parse_cut_off),
     Parser("note", ("Stack trace of the failed", "FlightRecorder is"), parse_note, "2.7-"),
     Parser(
         "teardown",

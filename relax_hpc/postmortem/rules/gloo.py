@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.facts import Facts, phase_words
+from relax_hpc.postmortem.rules.process import is_echo
 from relax_hpc.postmortem.rules.proposal import (
     LIKELY,
     UNDETERMINED,
@@ -43,7 +44,10 @@ def waits(facts: Facts) -> Iterator[Proposal]:
     if not timed_out and not lost:
         yield from _nameless(facts)
         return
-    told = {facts.rank(event) for event in facts.of(EventKind.EXCEPTION)} | {*timed_out, *lost}
+    raised = facts.of(EventKind.EXCEPTION)
+    if any(not is_echo(e) and facts.rank(e) not in {*timed_out, *lost, None} for e in raised):
+        return  # that rank has its own story, and the others waited for it
+    told = {facts.rank(event) for event in raised} | {*timed_out, *lost}
     silent = sorted((_ranks(facts) | _gaps(told)) - told)
     events = [*timed_out.values(), *lost.values()]
     if broken := [rank for rank, event in lost.items() if event.attrs.get("where") == "listener"]:

@@ -913,6 +913,40 @@ CASES = {
         "undetermined",
         [],
     ),
+    "cut-off-proves-nothing": (
+        caught(0, 9)
+        + caught(1, 9)
+        + caught(3, 9)
+        + "[rank4]:[E512 10:00:00.000000 ProcessGroupNCCL.cpp:632] [Rank 4] Watchdog "
+        "caught collect",
+        "all-same-seq",
+        [],
+        [],
+        "undetermined",
+        [0, 1, 2, 3, 4],
+    ),
+    "cut-off-but-rank-0-absent": (
+        "".join(caught(r, 9) for r in (1, 2, 3, 4))
+        + "[rank5]:[E512 10:00:00.000000 ProcessGroupNCCL.cpp:632] [Rank 5] Watchdog "
+        "caught collect",
+        "missing-rank",
+        [0],
+        [],
+        "likely",
+        [1, 2, 3, 4, 5],
+    ),
+    "cascade-over-groups": (
+        "".join(
+            caught(r, 50, group=f"[PG ID 4 PG GUID {7 + r % 2}(DATA_PARALLEL_GROUP) Rank {r // 2}]")
+            for r in range(6)
+        )
+        + caught(7, 90, group="[PG ID 2 PG GUID 5(TENSOR_MODEL_PARALLEL_GROUP) Rank 1]"),
+        "missing-rank",
+        [6],
+        [],
+        "likely",
+        [0, 1, 2, 3, 4, 5, 7],
+    ),
 }
 SURE = ("undetermined", "likely", "established")
 
