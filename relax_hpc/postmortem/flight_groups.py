@@ -231,26 +231,30 @@ def _mismatch(view: GroupView, seq: int, signs: dict[int, Signature]) -> Mismatc
 
 
 def _kind(view: GroupView, seq: int, signs: dict[int, Signature], odd: int, other: int) -> str:
+    expected = expected_signature(view, seq + 1, {seq: signs[other]})
+    if expected == signs[odd] or _is_shifted(view, other, odd, seq):
+        return "skipped"
     if _is_shifted(view, odd, other, seq):
         return "extra"
-    if _is_shifted(view, other, odd, seq):
-        return "skipped"
-    if expected_signature(view, seq + 1, {seq: signs[other]}) == signs[odd]:
-        return "skipped"
     if signs[odd][0] != signs[other][0]:
         return "op"
     return "size" if signs[odd][1] != signs[other][1] else "dtype"
 
 
 def _is_shifted(view: GroupView, ahead: int, behind: int, seq: int) -> bool:
-    """Whether `ahead` did one thing more at `seq` and agrees again afterwards, one number later."""
+    """Whether `ahead` did one thing more at `seq`: later ones agree one number apart, not in place.
+
+    Where the same operation repeats, both fit, and nobody can tell an extra one from a wrong one.
+    """
     one, two = view.ops[ahead], view.ops[behind]
-    length = 0
+    length, is_in_place = 0, True
     while seq + length in two and seq + length + 1 in one:
         if signature(one[seq + length + 1]) != signature(two[seq + length]):
             return False
         length += 1
-    return length >= 2 or (length == 1 and signature(one[seq]) != signature(one[seq + 1]))
+        if seq + length in two:
+            is_in_place &= signature(one[seq + length]) == signature(two[seq + length])
+    return length > 0 and not is_in_place
 
 
 def expected_signature(

@@ -12,15 +12,24 @@ MAX_PERIOD = 512
 _WINDOW = 64
 
 
-def predict(history: Sequence[Key]) -> Key | None:
-    """Return what comes next if the history repeats itself: the last two periods are equal."""
-    for period in range(1, min(MAX_PERIOD, len(history) // 2) + 1):
+def find_period(history: Sequence[Key]) -> int:
+    """Return the longest period whose last two rounds are equal, 0 if none.
+
+    The longest one counts: inside a train step short ones come and go.
+    """
+    for period in range(min(MAX_PERIOD, len(history) // 2), 0, -1):
         length = max(2, period)
-        if length + period > len(history):
-            return None
-        if all(history[-1 - i] == history[-1 - i - period] for i in range(length)):
-            return history[-period]
-    return None
+        if length + period <= len(history) and all(
+            history[-1 - i] == history[-1 - i - period] for i in range(length)
+        ):
+            return period
+    return 0
+
+
+def predict(history: Sequence[Key]) -> Key | None:
+    """Return what comes next if the history repeats itself."""
+    period = find_period(history)
+    return history[-period] if period else None
 
 
 class Break(msgspec.Struct, typing.Generic[Key], frozen=True):
@@ -34,13 +43,20 @@ class Break(msgspec.Struct, typing.Generic[Key], frozen=True):
 
 
 def find_break(history: Sequence[Key]) -> Break[Key] | None:
-    """Find the newest deviation that was not followed by a whole period, or None."""
-    end = len(history)
-    for index in range(end - 1, max(end - 1 - _WINDOW, 2), -1):
-        past = history[max(0, index - 3 * MAX_PERIOD) : index]
-        expected = predict(past)
-        if expected is None or expected == history[index]:
+    """Find the newest deviation from the longest rhythm, unless a whole period followed it."""
+    first = max(len(history) - _WINDOW, 2)
+    pasts = {
+        index: history[max(0, index - 3 * MAX_PERIOD) : index]
+        for index in range(len(history) - 1, first - 1, -1)
+    }
+    periods = {index: find_period(past) for index, past in pasts.items()}
+    longest = max(periods.values(), default=0)
+    for index, past in pasts.items():
+        period = periods[index]
+        if period == 0 or 2 * period < longest or index < len(history) - longest:
             continue
-        after = predict([*past, expected])
-        return Break(index, expected, history[index], after == history[index])
+        expected = past[-period]
+        if expected != history[index]:
+            is_skip = predict([*past, expected]) == history[index]
+            return Break(index, expected, history[index], is_skip)
     return None

@@ -36,6 +36,7 @@ CLASSES = (
 """Every class that a finding of this module can have."""
 _NAMED = 16
 """More ranks than this are counted, not named."""
+_MAX_BREAKS = 128
 
 
 def flight_findings(dumps: Sequence[Dump], world_size: int | None = None) -> list[Finding]:
@@ -155,11 +156,18 @@ def _root_findings(
             found.append(_break_finding(table, broke))
         found.append(_silent(table, waits, roots))
     if roots.circle:
-        breaks = [b for rank in roots.circle if (b := own_break(table.dumps[rank])) is not None]
+        breaks = _breaks(table, roots.circle)
         if len(breaks) == 1:
             found.append(_break_finding(table, breaks[0]))
         found.append(_circle(table, waits, roots))
     return found
+
+
+def _breaks(table: Table, ranks: Sequence[int]) -> list[RankBreak]:
+    """Search for ranks that left their rhythm, if they are few: it takes 30 ms for each."""
+    if len(ranks) > _MAX_BREAKS:
+        return []
+    return [broke for rank in ranks if (broke := own_break(table.dumps[rank])) is not None]
 
 
 def _one_break(table: Table, waits: list[RankWait]) -> RankBreak | None:
@@ -169,7 +177,7 @@ def _one_break(table: Table, waits: list[RankWait]) -> RankBreak | None:
     of the kind is known of other backends, and a new kind of operation may be a new phase.
     """
     waiting = [w.rank for w in waits if not tells_state(table.dumps[w.rank])]
-    breaks = [b for rank in waiting if (b := own_break(table.dumps[rank])) is not None]
+    breaks = _breaks(table, waiting)
     if len(breaks) == 1 and breaks[0].kind != "op":
         return breaks[0]
     return None
