@@ -76,17 +76,15 @@ def make_table(dumps: Sequence[Dump], world_size: int | None = None) -> Table:
         dump = problems.get(rank)
         silent[rank] = f"{Path(dump.file).name}: {dump.problem}" if dump else "left no dump"
     pending = {
-        rank: [entry for entry in entries if tells_state(whole[rank]) and not entry.is_complete()]
+        rank: [entry for entry in entries if tells_state(entry) and not entry.is_complete()]
         for rank, entries in logical.items()
     }
     return Table(dumps=whole, silent=silent, groups=groups, pending=pending, parts=parts)
 
 
-def tells_state(dump: Dump) -> bool:
-    """Whether the recorder followed its operations; gloo's stay `scheduled` for ever."""
-    return any(e.state in ("started", "completed") for e in dump.entries) or not any(
-        e.backend == "gloo" for e in dump.entries
-    )
+def tells_state(entry: Entry) -> bool:
+    """Whether the recorder follows this operation; gloo's stay `scheduled` for ever."""
+    return entry.backend != "gloo" or entry.state != "scheduled"
 
 
 def _world(dumps: Sequence[Dump], world_size: int | None) -> set[int]:

@@ -176,7 +176,7 @@ def _one_break(table: Table, waits: list[RankWait]) -> RankBreak | None:
     Gloo ends the process that receives too much: the rank with the wrong size survives it. Nothing
     of the kind is known of other backends, and a new kind of operation may be a new phase.
     """
-    waiting = [w.rank for w in waits if not tells_state(table.dumps[w.rank])]
+    waiting = [wait.rank for wait in waits if not tells_state(wait.entry)]
     breaks = _breaks(table, waiting)
     if len(breaks) == 1 and breaks[0].kind != "op":
         return breaks[0]
@@ -213,7 +213,7 @@ def _behind(table: Table, waits: list[RankWait], roots: Roots) -> Finding:
         f"{name_ranks(behind).capitalize()} did not come to {wait.what()}"
         f" ({_brief(wait.entry)}) and waits in no other collective; {_num_waiting(waits)} for it"
     )
-    is_sure = len(behind) == 1 and not roots.silent and tells_state(table.dumps[behind[0]])
+    is_sure = len(behind) == 1 and not roots.silent and tells_state(wait.entry)
     return Finding(
         class_="missing-rank",
         confidence=Confidence.ESTABLISHED if is_sure else Confidence.LIKELY,
@@ -341,7 +341,7 @@ def _undetermined(table: Table, roots: Roots) -> list[Finding]:
     who = "Both sides" if entry.is_p2p else f"All {len(view.members)} members"
     sentence = (
         f"{who} launched {entry.op} {entry.seq} of {view.title()}"
-        + _ending(table, view, ended)
+        + _ending(entry, ended)
         + ": the dumps name no rank; look at network, GPUs and their drivers"
     )
     return [
@@ -359,20 +359,20 @@ def _launched(view: GroupView, seq: int) -> dict[int, Entry]:
     return {rank: ops[seq] for rank, ops in sorted(view.ops.items()) if seq in ops}
 
 
-def _ending(table: Table, view: GroupView, ended: Sequence[int]) -> str:
-    if not tells_state(table.dumps[next(iter(view.ops))]):
+def _ending(entry: Entry, ended: Sequence[int]) -> str:
+    if not tells_state(entry):
         return ", and this backend does not record who completed it"
     return f", {name_ranks(ended)} completed it" if ended else " and none completed it"
 
 
 def _newest_shared(table: Table) -> tuple[GroupView | None, Entry | None]:
-    """Return the newest collective of recorders that do not tell what is complete."""
+    """Return the newest last operation of a rank whose recorder does not tell if it is complete."""
     newest: tuple[GroupView | None, Entry | None] = (None, None)
     for view in table.groups:
         for rank, ops in view.ops.items():
-            if not ops or tells_state(table.dumps[rank]):
+            entry = table.dumps[rank].entries[-1]
+            if tells_state(entry) or ops.get(entry.seq) != entry:
                 continue
-            entry = ops[max(ops)]
             if newest[1] is None or entry.created_ns > newest[1].created_ns:
                 newest = (view, entry)
     return newest

@@ -34,9 +34,8 @@ def find_waits(table: Table) -> list[RankWait]:
     """Find the oldest unfinished operation of each rank in each group."""
     waits: list[RankWait] = []
     for rank, dump in table.dumps.items():
-        if tells_state(dump):
-            waits += _from_state(table, rank)
-        elif dump.entries:
+        waits += _from_state(table, rank)
+        if dump.entries and not tells_state(dump.entries[-1]):
             waits += _from_order(table, rank, dump.entries[-1])
     return waits
 

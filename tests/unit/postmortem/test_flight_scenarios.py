@@ -208,3 +208,18 @@ def test_dumps_of_active_operations_only(tmp_path: Path) -> None:
     assert (finding.class_, finding.ranks) == ("missing-rank", [2])
     job.enqueued = {2: 5}
     assert explain(job.write(tmp_path)).confidence == Confidence.UNDETERMINED
+
+
+def test_gloo_groups_beside_nccl_ones(tmp_path: Path) -> None:
+    """Gloo's operations stay `scheduled` for ever: nobody waits in the old ones."""
+    job = Job(4, {"0": ("default_pg", [0, 1, 2, 3]), "1": ("dp_gloo", [0, 1, 2, 3])})
+    for _ in range(3):
+        job.launch(range(4)).launch(range(4), "barrier", "1", state="scheduled")
+        for rank in range(4):
+            job.entries[rank][-1]["profiling_name"] = "gloo:barrier"
+    assert explain(job.write(tmp_path)).confidence == Confidence.UNDETERMINED
+    assert flight_findings(read_dumps(job.launch(range(4)).write(tmp_path))) == []
+    job.launch(others(2), state="started")
+    finding = explain(job.write(tmp_path))
+    assert (finding.class_, finding.ranks) == ("missing-rank", [2])
+    assert finding.confidence == Confidence.ESTABLISHED
