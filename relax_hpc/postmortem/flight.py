@@ -342,19 +342,28 @@ _HOST = re.compile(
 
 
 def assign_ranks(dumps: Iterable[Dump]) -> list[Dump]:
-    """Tell ranks and hosts from the file names; of several dumps of a rank the newest stays."""
+    """Tell ranks and hosts from the file names; of several dumps of a rank the newest stays.
+
+    Folders with the same ranks are attempts: only the newest one counts, also where it lacks the
+    dump of a rank, which is the finding. Folders of different ranks (one per node) belong together.
+    """
     dumps = list(dumps)
     stems = [_stem(dump.file) for dump in dumps]
     readers = (_BEHIND_RANK, _LAST) if _tells_apart(stems) else (_LAST, _BEHIND_RANK)
-    newest: dict[int | str, Dump] = {}
+    folders: dict[str, dict[int | str, Dump]] = {}
     for dump, stem in zip(dumps, stems, strict=True):
         found = readers[0].search(stem) or readers[1].search(stem)
         dump.rank = int(found[1]) if found else None
         host = _HOST.search(stem)
         dump.host = host[1] if host and not host[1].isdigit() else ""
         key = dump.file if dump.rank is None else dump.rank
-        if key not in newest or _age(newest[key]) <= _age(dump):
-            newest[key] = dump
+        folder = folders.setdefault(str(Path(dump.file).parent), {})
+        if key not in folder or _age(folder[key]) <= _age(dump):
+            folder[key] = dump
+    newest: dict[int | str, Dump] = {}
+    for folder in sorted(folders.values(), key=lambda f: -max(map(_age, f.values()))):
+        if not newest.keys() & folder.keys():
+            newest |= folder
     return sorted(newest.values(), key=lambda dump: -1 if dump.rank is None else dump.rank)
 
 
@@ -368,7 +377,7 @@ def _stem(file: str) -> str:
 def _tells_apart(stems: Sequence[str]) -> bool:
     """Whether the numbers behind `rank` name every file, so that they are no host's."""
     found = [_BEHIND_RANK.search(stem) for stem in stems]
-    return all(found) and len({match[1] for match in found if match}) == len(stems)
+    return all(found) and len({match[1] for match in found if match}) == len(set(stems))
 
 
 def _age(dump: Dump) -> int:

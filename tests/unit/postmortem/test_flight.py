@@ -149,6 +149,24 @@ def test_of_two_attempts_the_newest_dump_counts(tmp_path: Path) -> None:
         assert [len(dump.entries) for dump in dumps] == [3]
 
 
+def test_an_old_attempt_does_not_stand_in_for_a_missing_dump(tmp_path: Path) -> None:
+    job = steps(3, 2)
+    for number, without in ((1, ()), (2, (1,))):
+        (tmp_path / f"attempt_{number}").mkdir()
+        job.launch(range(3)).write(tmp_path / f"attempt_{number}", without=without)
+    dumps = read_dumps([str(file) for file in tmp_path.glob("*/*")])
+    assert [dump.rank for dump in dumps] == [0, 2]
+
+
+def test_folders_of_nodes_belong_together(tmp_path: Path) -> None:
+    job = steps(4, 2)
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
+        job.write(tmp_path / f"node{node}", without=(0, 1) if node else (2, 3))
+    dumps = read_dumps([str(file) for file in tmp_path.glob("*/*")])
+    assert [dump.rank for dump in dumps] == [0, 1, 2, 3]
+
+
 def test_packed_and_missing_files(tmp_path: Path) -> None:
     packed = tmp_path / "trace_rank_0.gz"
     packed.write_bytes(gzip.compress(steps(1).dump(0)))
