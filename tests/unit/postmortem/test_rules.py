@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.postmortem import collect
 from relax_hpc.postmortem.diagnose import analyse
+from relax_hpc.postmortem.parse import registry
 from relax_hpc.postmortem.verdict import Verdict
 
 
@@ -947,7 +949,57 @@ CASES = {
         "likely",
         [0, 1, 2, 3, 4, 5, 7],
     ),
+    "address-of-the-dead-peer": (
+        "n7:1:1 [0] NCCL INFO Bootstrap : Using ib0:10.0.0.7<0>\n"
+        "n8:1:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank 8 nranks 16 cudaDev 0 "
+        "busId 1000 commId 0x2 - Init COMPLETE\n"
+        "n8:5:6 [0] misc/socket.cc:49 NCCL WARN Net : Call to recv from "
+        "10.0.0.7<41109> failed : Connection reset by peer\n",
+        "remote-crash",
+        [],
+        ["n7"],
+        "likely",
+        [8],
+    ),
+    "df": (
+        "tmpfs            64M   64M     0 100% /dev/shm\nRuntimeError: unable to mmap "
+        "1 bytes from file </torch_1_2>\n",
+        "shm-full",
+        [],
+        [],
+        "likely",
+        [],
+    ),
+    "kernel-link": (
+        "Mar  3 04:05:06 gpu017 kernel: mlx5_core 0000:1a:00.0 ib0: Link down\n",
+        "nic-fatal",
+        [],
+        ["gpu017"],
+        "likely",
+        [],
+    ),
+    "nccl-size-check": (
+        "n1:5:6 [0] net_ib.cc:9 NCCL WARN NET/IB : req 0/1 tag 0 peer 10.0.0.2<5> "
+        "collective mismatch error, local "
+        "size 496640 remote size 65536\n",
+        "size-mismatch",
+        [],
+        [],
+        "likely",
+        [],
+    ),
+    "remote-error": (
+        "E external/xla/nccl_utils.cc:191] Aborting communicator: 0x5 due to async "
+        "NCCL error: remote process exited or "
+        "there was a network error\n",
+        "remote-crash",
+        [],
+        [],
+        "undetermined",
+        [],
+    ),
 }
+EXCERPTS = Path(__file__).parents[2] / "data" / "nccl_logs"
 SURE = ("undetermined", "likely", "established")
 
 
@@ -961,3 +1013,24 @@ def test_case(name: str, tmp_path: Path) -> None:
     for node in nodes:
         assert any(node in found for found in verdict.nodes), verdict.nodes
     assert SURE.index(verdict.confidence.value) <= SURE.index(most)
+
+
+def test_every_parser_has_an_example(tmp_path: Path) -> None:
+    """A parser that nothing exercises may be broken, or not needed."""
+    texts = [text for text, *_ in CASES.values()]
+    texts += [path.read_text() for path in sorted(EXCERPTS.glob("*.log"))]
+    silent = {parser.name for parser in registry.ALL if "gloo" not in parser.name}  # test_gloo.py
+    for text in texts:
+        (tmp_path / "x.log").write_text(text)
+        for window in collect.windows(
+            str(tmp_path / "x.log"), registry.LITERALS, collect.ReadStatus()
+        ):
+            for parser in registry.ALL:
+                hits = [
+                    index
+                    for index, record in enumerate(window.records)
+                    if any(literal in record.text for literal in parser.literals)
+                ]
+                if any(event for index in hits for event in parser.function(window.records, index)):
+                    silent.discard(parser.name)
+    assert " ".join(sorted(silent)) == ""
