@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.postmortem.classes import CATALOGUE
 from relax_hpc.postmortem.flight import read_dumps
 from relax_hpc.postmortem.flight_rules import CLASSES, flight_findings
 from relax_hpc.postmortem.verdict import Confidence, Finding
@@ -16,6 +17,10 @@ from tests.unit.postmortem.flight_samples import (
     others,
     steps,
 )
+
+
+def test_every_class_has_its_remedy() -> None:
+    assert set(CLASSES) <= CATALOGUE.keys()
 
 
 def explain(files: list[str]) -> Finding:
