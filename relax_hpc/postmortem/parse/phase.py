@@ -6,17 +6,15 @@ from collections.abc import Iterator, Sequence
 from relax_hpc.postmortem.evidence import Event, EventKind
 from relax_hpc.postmortem.parse.record import Parser, Record
 
+_FINISHED = re.compile(
+    r"Trainer\.fit` stopped: `max_|[Tt]raining (?:is )?(?:completed?|finished|"
+    r"done|ended|has ended)|"
+    r"train_runtime|[Dd]one training|\bafter training is done\b|"
+    r"Saving (?:the )?final|Finished training|End training|job (?:finished|"
+    r"completed) successfully",
+    re.I,
+)
 _PHASES = (
-    (
-        "finished",
-        re.compile(
-            r"[Tt]raining (?:is )?(?:completed?|finished|done|ended|has ended)|"
-            r"train_runtime|[Dd]one training|\bafter training is done\b|"
-            r"Saving (?:the )?final|Finished training|End training|job (?:finished|"
-            r"completed) successfully",
-            re.I,
-        ),
-    ),
     (
         "checkpoint",
         re.compile(
@@ -60,6 +58,17 @@ _PHASES = (
         ),
     ),
 )
+
+
+_PART = re.compile(r"(?<!max_)\b(?:epoch|step|stage|iteration) *\d+", re.I)
+"""The end of an epoch is not the end of the work."""
+
+
+def parse_finished(records: Sequence[Record], index: int) -> Iterator[Event]:
+    """The program says that its work is done."""
+    record = records[index]
+    if _FINISHED.search(record.text) and not _PART.search(record.text):
+        yield record.event(EventKind.PHASE, attrs={"phase": "finished"})
 
 
 def parse_phase(records: Sequence[Record], index: int) -> Iterator[Event]:
@@ -111,9 +120,31 @@ def parse_wedge(records: Sequence[Record], index: int) -> Iterator[Event]:
 
 PARSERS = (
     Parser(
+        "finished",
+        (
+            "raining complete",
+            "raining finished",
+            "raining is ",
+            "raining done",
+            "raining ended",
+            "raining has ended",
+            "train_runtime",
+            "one training",
+            "inished training",
+            "End training",
+            "aving final",
+            "aving the final",
+            "job finished",
+            "job completed",
+            "Trainer.fit",
+        ),
+        parse_finished,
+    ),
+    Parser(
         "phase",
         (
             "raining",
+            "Trainer.fit",
             "train_runtime",
             "aving",
             "ave_",

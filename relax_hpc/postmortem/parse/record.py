@@ -299,6 +299,11 @@ _OPEN = (
         r"timed out in))[^.]*$"
     ),
     re.compile(r"\.(?:cpp|cu|hpp):\d+\]\s*$"),
+    re.compile(
+        r"(?:operation timeout:|error or timeout\)|\) detected|detected by|"
+        r"last enqueued|last completed|"
+        r"NCCL work:?|collective timeout from|watchdog got stuck) *$"
+    ),
     re.compile(r"CollectiveFingerPrint\((?:(?!memory_format).)*$"),
     re.compile(r"\[PG (?:ID )?[^\]]*(?:\]\s*)?$"),
     re.compile(

@@ -162,6 +162,23 @@ def signals(facts: Facts) -> Iterator[Proposal]:
     )
 
 
+def after_success(facts: Facts) -> Iterator[Proposal]:
+    """The program says that it is done, and only then a collective times out."""
+    finished = [e for e in facts.phases if e.attrs.get("phase") == "finished"]
+    late = facts.of(EventKind.COLLECTIVE_TIMEOUT) + facts.of(EventKind.DUMP_SIGNAL)
+    if not finished or not late or facts.after_hang(finished[-1]):
+        return
+    yield propose(
+        67,
+        "teardown-after-success",
+        LIKELY,
+        "The program said it was done before any collective timed out: what hung is the end "
+        "(barrier, last evaluation, releasing resources); the work itself is there.",
+        events=[finished[-1], *late],
+        alternatives=[("missing-rank", "a rank that had not finished yet")],
+    )
+
+
 def heartbeats(facts: Facts) -> Iterator[Proposal]:
     """The watchdog thread stood still."""
     found = facts.of(EventKind.HEARTBEAT)
@@ -293,4 +310,4 @@ def ras(facts: Facts) -> Iterator[Proposal]:
         )
 
 
-RULES = (fingerprints, reports, frozen_watchdog, signals, heartbeats, ras)
+RULES = (fingerprints, reports, frozen_watchdog, after_success, signals, heartbeats, ras)

@@ -998,6 +998,39 @@ CASES = {
         "undetermined",
         [],
     ),
+    "done-then-barrier": (
+        "`Trainer.fit` stopped: `max_epochs=12` reached.\n"
+        + caught(0, 9, size=1)
+        + caught(1, 9, size=1)
+        + caught(3, 9, size=1),
+        "teardown-after-success",
+        [],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "epoch-done-then-hang": (
+        "Epoch 3 training finished in 12 s\n" + caught(0, 9) + caught(1, 9) + caught(3, 9),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
+    "wrapped-at-words": (
+        "".join(
+            line.replace("timeout: WorkNCCL", "timeout: \nWorkNCCL").replace(
+                "failure detected ", "failure detected\n"
+            )
+            for r in (0, 1, 3)
+            for line in caught(r, 9).splitlines(keepends=True)
+        ),
+        "missing-rank",
+        [2],
+        [],
+        "likely",
+        [0, 1, 3],
+    ),
 }
 EXCERPTS = Path(__file__).parents[2] / "data" / "nccl_logs"
 SURE = ("undetermined", "likely", "established")
