@@ -12,6 +12,8 @@ import gzip
 import importlib
 import io
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -206,20 +208,36 @@ def _open(path: str) -> Iterator[BinaryIO]:
             with gzip.open(raw) as stream:
                 yield stream  # type: ignore[misc]
         elif magic == b"\x28\xb5\x2f\xfd":
-            yield _zstd(raw)
+            with _zstd(path, raw) as stream:
+                yield stream
         elif magic[:2] in (b"\xff\xfe", b"\xfe\xff"):
             yield _Transcoded(raw)  # type: ignore[misc]
         else:
             yield raw
 
 
-def _zstd(raw: BinaryIO) -> BinaryIO:
+@contextlib.contextmanager
+def _zstd(path: str, raw: BinaryIO) -> Iterator[BinaryIO]:
+    """Unpack with the package zstandard, or else with the program zstd."""
     try:
         zstandard = importlib.import_module("zstandard")  # optional: only for .zst files
-    except ImportError as err:
-        raise ImportError(".zst needs the package zstandard (or: zstd -dc FILE | ... -)") from err
-    stream: BinaryIO = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return stream
+    except ImportError:
+        program = shutil.which("zstd")
+        if program is None:
+            raise ImportError(".zst needs the package zstandard or the program zstd") from None
+        with subprocess.Popen(
+            [program, "-dcq", "--", path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            yield process.stdout  # type: ignore[misc]
+        if process.returncode:
+            code = process.returncode
+            raise OSError(f"zstd ended with exit code {code}: cut off or damaged") from None
+        return
+    try:
+        yield zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+    except zstandard.ZstdError as err:
+        raise OSError(str(err)) from err
 
 
 class _Transcoded(io.RawIOBase):

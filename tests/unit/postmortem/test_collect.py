@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,32 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     alone = diagnose.analyse([str(tmp_path)])
     monkeypatch.setattr(diagnose, "PARALLEL_BYTES", 0)
     assert diagnose.analyse([str(tmp_path)]) == alone
+
+
+def test_zstandard(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    packed = zstandard.ZstdCompressor().compress((LINE + "\n").encode() * 2000)
+    (tmp_path / "a.zst").write_bytes(packed)
+    (tmp_path / "b.zst").write_bytes(packed[: len(packed) // 2])
+    report = diagnose.analyse([str(tmp_path)])
+    assert report.num_events >= 2000
+
+
+def test_zstandard_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = diagnose.analyse([str(tmp_path)])
+    assert any("needs the package zstandard" in note for note in report.notes)
+
+
+def test_zstd_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "zstd"
+    fake.write_text(f"#!/bin/sh\necho '{LINE}'\n")
+    fake.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    report = diagnose.analyse([str(tmp_path / "a.zst")])
+    assert report.num_events >= 1
