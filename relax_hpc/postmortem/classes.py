@@ -28,7 +28,7 @@ RECORDER = (
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE=<shared folder>/rank_"
 )
 _ALL_LOGS = "collect the logs of all ranks, not only of those that report"
-_STACKS = "while it hangs: py-spy dump of every rank (relax-hpc stacks)"
+_STACKS = "while it hangs: py-spy dump of every rank"
 _NCCL = (
     "NCCL_DEBUG=WARN, NCCL_DEBUG_SUBSYS=INIT,NET, one file per process (NCCL_DEBUG_FILE=...%h.%p)"
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from relax_hpc.postmortem.picture import FAMILIES, draw
 from relax_hpc.postmortem.printable import number_ranges, printable
+from relax_hpc.postmortem.terminal import BLAME
 from relax_hpc.postmortem.verdict import Finding, Report, Verdict
 
 _MAX_EVIDENCE = 200
@@ -107,7 +108,9 @@ def _verdict(verdict: Verdict) -> list[str]:
         f'<p class="sentence">{_escaped(verdict.sentence)}</p>',
     ]
     at_fault = "; ".join(f"{name} {_escaped(value)}" for name, value in named if value)
-    return [*lines, f'<p class="fault">At fault: {at_fault}</p>'] if at_fault else lines
+    if not at_fault:
+        return lines
+    return [*lines, f'<p class="fault">{BLAME[verdict.confidence].capitalize()}: {at_fault}</p>']
 
 
 def _picture(report: Report) -> list[str]:

@@ -26,6 +26,13 @@ _STYLES = {
     Confidence.UNDETERMINED: "bold magenta",
 }
 
+BLAME = {
+    Confidence.ESTABLISHED: "at fault",
+    Confidence.LIKELY: "most likely at fault",
+    Confidence.UNDETERMINED: "look here first, nothing is proven",
+}
+"""What naming ranks and nodes means."""
+
 
 def print_report(report: Report, out: typing.TextIO) -> None:
     """Print a report; with colour when `out` is a terminal."""
@@ -90,7 +97,7 @@ def _at_fault(verdict: Verdict) -> Iterator[Line]:
     )
     named = [f"{name} {value}" for name, value in parts if value]
     if named:
-        yield "bold red", f"at fault: {'; '.join(named)}"
+        yield "bold red", f"{BLAME[verdict.confidence]}: {'; '.join(named)}"
 
 
 def _evidence(evidence: "list[Source]") -> Iterator[Line]:

@@ -71,7 +71,7 @@ def test_plain_text_says_it_in_order() -> None:
     places = [
         "likely: missing-rank",
         "rank 3 on n07 did not reach",
-        "at fault: ranks 3; nodes n07",
+        "most likely at fault: ranks 3; nodes n07",
         "rank0.log:7",
         "  trace_3\n",
         "network: no error of a card",
@@ -84,6 +84,14 @@ def test_plain_text_says_it_in_order() -> None:
     found = [text.index(place) for place in places]
     assert found == sorted(found)
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_nobody_is_accused_when_nothing_is_proven() -> None:
+    report = report_of()
+    report.verdict.confidence = Confidence.UNDETERMINED
+    assert "at fault" not in plain(report)
+    assert "nothing is proven: ranks 3; nodes n07" in plain(report)
+    assert "At fault" not in render_html(report)
 
 
 def test_on_a_terminal() -> None:
