@@ -187,12 +187,10 @@ def sizes(facts: Facts) -> Iterator[Proposal]:
     receiver, event = next(iter(found.items()))
     ranks = sorted(_ranks(facts) | {r for e in facts.events if (r := facts.rank(e)) is not None})
     after = ranks[(ranks.index(receiver) + 1) % len(ranks)]
-    resets = [
-        rank
-        for rank, lost in _by_rank(facts, EventKind.PEER_LOST).items()
-        if "reset" in str(lost.attrs.get("reason"))
-    ]
+    lost = _by_rank(facts, EventKind.PEER_LOST)
+    resets = [rank for rank, other in lost.items() if "reset" in str(other.attrs.get("reason"))]
     senders = [after] if after in resets or not resets else resets
+    senders = _elsewhere(lost, senders) or senders
     named = sorted({receiver, *senders})
     yield propose(
         _ORDER,
@@ -208,6 +206,14 @@ def sizes(facts: Facts) -> Iterator[Proposal]:
             ("op-mismatch", "a rank that skipped a collective is in the next one"),
         ],
     )
+
+
+def _elsewhere(lost: dict[int, Event], senders: Sequence[int]) -> list[int]:
+    """Return the only sender that failed in another line of the program than most ranks."""
+    sites = {rank: str(event.attrs.get("site")) for rank, event in lost.items()}
+    (usual, number), *_ = Counter(sites.values()).most_common(1) or [("", 0)]
+    odd = [rank for rank in senders if number > 1 and sites.get(rank, usual) != usual]
+    return odd if len(odd) == 1 else []
 
 
 RULES = (sizes, waits)

@@ -115,6 +115,15 @@ def test_who_did_it(tmp_path: Path, logs: list[str], class_: str, ranks: list[in
     assert verdict.alternatives
 
 
+def test_the_sender_that_failed_elsewhere_in_the_program_is_named(tmp_path: Path) -> None:
+    elsewhere = failed(RESET, 2).replace("line 122, in train", "line 300, in evaluate")
+    logs = [failed(CLOSED, 0), failed(RESET, 1), elsewhere, SIZE]
+    for rank, text in enumerate(logs):
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    verdict = analyse([str(tmp_path)]).verdict
+    assert (verdict.class_, verdict.ranks) == ("size-mismatch", [2, 3])
+
+
 def test_nobody_is_blamed_when_all_say_the_same(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(failed(TIMEOUT, rank))
