@@ -76,6 +76,8 @@ class Facts(msgspec.Struct):
     """(node, pid) to global rank."""
     host_of_address: dict[str, str]
     phases: list[Event]
+    place: dict[int, int] = {}
+    """id() of an event to its place in `events`."""
     rank_files: dict[int, str] = {}
     """Logs of one rank each; a rank that says nothing has one, too."""
 
@@ -107,12 +109,8 @@ class Facts(msgspec.Struct):
 
     def after_hang(self, event: Event) -> bool:
         """Whether a rank had already timed out when this happened: then it is an echo."""
-        for other in self.events:
-            if other is event:
-                return False
-            if other.kind is EventKind.COLLECTIVE_TIMEOUT:
-                return True
-        return False
+        hangs = self.kinds.get(EventKind.COLLECTIVE_TIMEOUT, [])
+        return bool(hangs) and self.place[id(event)] > self.place[id(hangs[0])]
 
     def hung(self) -> bool:
         """Whether any rank reports a time-out, dump signal or stuck watchdog."""
@@ -134,6 +132,7 @@ def gather(events: Sequence[Event]) -> Facts:
         node_of_rank={},
         rank_of={},
         host_of_address={},
+        place={id(event): index for index, event in enumerate(events)},
         phases=[e for e in kinds[EventKind.PHASE] if "phase" in e.attrs],
     )
     _places(facts)

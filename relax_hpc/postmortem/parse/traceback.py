@@ -12,7 +12,7 @@ _END = re.compile(
     r"Killed|Warning|StopIteration|Expired|OutOfMemory|Violation|Abort|Failed|"
     r"Cancelled)\w*)(?::\s?(?P<message>.*))?$"
 )
-MAX_FRAMES = 200
+MAX_FRAMES = 100
 
 
 def parse_traceback(records: Sequence[Record], index: int) -> Iterator[Event]:

@@ -63,7 +63,7 @@ def gpu_faults(facts: Facts) -> Iterator[Proposal]:
         name,
         LIKELY if many or what == "xid" or _is_vague(mine) else ESTABLISHED,
         f"{words[0].upper()}{words[1:]}{where}; what follows are consequences.",
-        events=mine + [e for e in facts.of(EventKind.GPU_FAULT) if e not in mine][:3],
+        events=mine + [e for e in facts.of(EventKind.GPU_FAULT) if e.attrs.get("what") != what][:3],
         ranks=ranks,
         nodes=nodes,
         alternatives=[("fabric-manager", "several nodes at once: a common cause is possible")]
@@ -82,7 +82,9 @@ def _is_vague(faults: Sequence[Event]) -> bool:
 def _noisy_link(facts: Facts) -> Iterator[Proposal]:
     corrected = facts.of(EventKind.GPU_FAULT, what="aer-corrected")
     soft = [
-        e for e in facts.of(EventKind.GPU_FAULT) if not is_fatal_fault(e) and e not in corrected
+        e
+        for e in facts.of(EventKind.GPU_FAULT)
+        if not is_fatal_fault(e) and e.attrs.get("what") != "aer-corrected"
     ]
     if len(corrected) >= _STORM:
         device, _ = Counter(str(e.attrs.get("gpu")) for e in corrected).most_common(1)[0]

@@ -167,7 +167,8 @@ def exits(facts: Facts) -> Iterator[Proposal]:
             ranks=ranks,
             nodes=nodes,
         )
-    rest = [e for e in found if e not in crashed and e not in bus]
+    known = {id(e) for e in crashed + bus}
+    rest = [e for e in found if id(e) not in known]
     if rest:
         yield _plain_exit(facts, rest, late)
 
@@ -246,7 +247,8 @@ def stacks(facts: Facts) -> Iterator[Proposal]:
     inside = [
         e for e in seen if _IN_COLLECTIVE.search(" < ".join(str(e.attrs["stack"]).split(" < ")[:4]))
     ]
-    outside = [e for e in seen if e not in inside]
+    known = {id(e) for e in inside}
+    outside = [e for e in seen if id(e) not in known]
     if not inside or not outside or len(outside) * 3 > len(seen):
         return
     text = str(outside[0].attrs["stack"])
