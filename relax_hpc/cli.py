@@ -1,7 +1,8 @@
-"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel.
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, postmortem.
 
 Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
-or requeued. Modules are imported where they are used: `relax-hpc --help` on a login node is quick.
+or requeued; postmortem has its own. Modules are imported where they are used: `relax-hpc --help` on
+a login node is quick.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 
 from relax_hpc import __version__
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.postmortem import command as postmortem
 
 _INTERRUPTED = 130
 """Exit code of shells after SIGINT."""
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_supervise(commands)
     _add_run_commands(commands)
+    postmortem.add_arguments(_add(commands, "postmortem", _postmortem, postmortem.TEXT))
     return parser
 
 
@@ -362,6 +365,23 @@ def _cancel(args: argparse.Namespace) -> int:
     else:
         _print(f"cancelled {who}")
     return 0
+
+
+def _postmortem(args: argparse.Namespace) -> int:
+    args.paths = [_path_or_run(path) for path in args.paths]
+    return postmortem.run(args)
+
+
+def _path_or_run(text: str) -> str:
+    """Return a path as it is; for the name or job id of a run its folder."""
+    if text == "-" or Path(text).exists():
+        return text
+    from relax_hpc.report.read import find_run
+
+    try:
+        return str(find_run(text).path)
+    except ConfigError as err:
+        raise ConfigError(f"{text}: no such file or folder, and no run: {err}") from err
 
 
 if __name__ == "__main__":

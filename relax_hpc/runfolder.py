@@ -9,6 +9,7 @@ RUN/journal/               queue and registry journals
 RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newest attempt
                            INDEX-iK-rankR.cause: why that task ended, one sentence
 RUN/.lock                  held (flock) while a supervisor decides whether it may go on
+RUN/postmortem/            one page per step that died: what its logs say about the cause
 RUN/metrics/               ROLE.jsonl, TensorBoard events
 RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """

@@ -1,9 +1,9 @@
 """A program that plays every role of a run: real control service and heartbeats, no model.
 
 Faults are files in RUN/faults, consumed by the task that meets its own (`ROLE-INDEX-RANK`):
-`exit N`, `kill`, `stop` (SIGSTOP), `mute` (no registration); `forever ...` keeps the file;
-`exit 3 at 2` names the step (-1: before registration, the default). While RUN/hold exists, train
-waits: no test has to guess how long something takes.
+`exit N`, `raise N`, `kill`, `stop` (SIGSTOP), `mute` (no registration); `forever ...` keeps the
+file; `exit 3 at 2` names the step (-1: before registration, the default). While RUN/hold exists,
+train waits: no test has to guess how long something takes.
 """
 
 import json
@@ -52,6 +52,7 @@ def note_start(me: Identity) -> None:
         "attempt": me.attempt,
         "leak": sorted(k for k in os.environ if k in ("SLURM_HOSTFILE", "SLURM_CPU_BIND")),
         "omp": os.environ.get("OMP_NUM_THREADS"),
+        "trace": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
         "argv": sys.argv,
     }
     folder = me.run.path / "seen"
@@ -79,6 +80,8 @@ def meet_fault(me: Identity, step: int) -> None:
     if words[0] in ("exit", "tell"):
         sys.stdout.flush()
         os._exit(int(words[1]))
+    if words[0] == "raise":
+        raise ValueError(f"bad sample {words[1]}")
     if words[0] == "mute":
         time.sleep(600)
     os.kill(os.getpid(), signal.SIGKILL if words[0] == "kill" else signal.SIGSTOP)

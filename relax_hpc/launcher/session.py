@@ -39,6 +39,7 @@ from relax_hpc.launcher.local_steps import LocalBackend
 from relax_hpc.launcher.members import MemberWatch
 from relax_hpc.launcher.plan import Plan, build_plan
 from relax_hpc.launcher.policy import RestartBudget
+from relax_hpc.launcher.recorder import TRACE_NAME, recorder_environment
 from relax_hpc.launcher.site import Site, find_recipe, load_site
 from relax_hpc.launcher.slot import Slot
 from relax_hpc.launcher.slurm_steps import SlurmBackend
@@ -277,7 +278,7 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         slots=_slots(session),
         backend=_backend(session, environ),
         members=watch,
-        make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation),
+        make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation, environ),
         newest_checkpoint=lambda: newest_checkpoint(folder),
     )
     return finish(session, supervisor)
@@ -307,6 +308,8 @@ def finish(session: Session, supervisor: Supervisor) -> int:
         code = _requeue(session)
     if cause:
         sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
+    if state.verdict:
+        sys.stderr.write(f"post-mortem: {state.verdict}\n")
     return code
 
 
@@ -378,9 +381,16 @@ def _step_base(environ: Mapping[str, str]) -> dict[str, str]:
     return {**keep, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _launch(session: Session, request: Request, slot: Slot, incarnation: int) -> StepLaunch:
+def _launch(
+    session: Session,
+    request: Request,
+    slot: Slot,
+    incarnation: int,
+    environ: Mapping[str, str],
+) -> StepLaunch:
     module = f"relax_hpc.steps.{_MODULES.get(slot.plan.role, slot.plan.role)}"
     program = (request.step_program,) if request.step_program else ("-m", module)
+    site = session.site.environment
     return StepLaunch(
         plan=slot.plan,
         nodes=slot.nodes,
@@ -390,10 +400,17 @@ def _launch(session: Session, request: Request, slot: Slot, incarnation: int) ->
         address_prefix=session.site.address_prefix,
         extra_environment={
             "OMP_NUM_THREADS": str(slot.plan.cpus_per_task),
-            **session.site.environment,
+            **recorder_environment(_trace_prefix(session, slot, incarnation), site, environ),
+            **site,
         },
         program=(sys.executable, *program),
     )
+
+
+def _trace_prefix(session: Session, slot: Slot, incarnation: int) -> Path:
+    """Name flight-recorder dumps beside the logs of the start that they belong to."""
+    folder = session.folder.logs(session.state.attempt, slot.plan.role)
+    return folder / f"{slot.plan.index}-i{incarnation}-{TRACE_NAME}"
 
 
 def cancel_run(folder: RunFolder, timeout_s: float) -> str:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from relax_hpc.config import Config
+from relax_hpc.launcher.autopsy import Autopsy
 from relax_hpc.launcher.members import MemberSource, Snapshot
 from relax_hpc.launcher.slot import Slot
 from relax_hpc.launcher.steps import StepBackend, StepExit, StepLaunch, tail
@@ -75,6 +76,7 @@ class Supervisor:
         self._folder, self._config, self._state = folder, config, state
         self._slots, self._backend, self._members = slots, backend, members
         self._make_launch, self._newest_checkpoint = make_launch, newest_checkpoint
+        self._autopsy = Autopsy(folder)
         self._outcome: Outcome | None = None
         self._seen = -1.0
         """Time of the last snapshot that was judged."""
@@ -91,6 +93,7 @@ class Supervisor:
                 self._tick(time.monotonic(), wakeup)
                 self._save()
                 wakeup.wait(_TICK_S)
+            self._autopsy.close()
         outcome = self._outcome
         assert outcome is not None
         self._clean_shm()
@@ -113,6 +116,8 @@ class Supervisor:
             ended = slot.poll(now)
             if ended is not None:
                 self._on_exit(slot, ended, now)
+        if self._autopsy.poll(now):
+            self._dirty = True
         if self._outcome is None:
             self._judge(now)
         if self._outcome is None:
@@ -122,9 +127,11 @@ class Supervisor:
             self._stop_in_order(now)
 
     def _note_signals(self, wakeup: "_Wakeup") -> None:
-        if self._outcome is not None:
-            return
         number = wakeup.take()
+        if self._outcome is not None:
+            if number is not None:
+                self._autopsy.close()  # Slurm kills 30 s after SIGTERM: no time for it
+            return
         if number is signal.SIGUSR2:
             cause = "the time limit is near (SIGUSR2)"
             self._end(Outcome(RunStatus.REQUEUED, cause, os.EX_TEMPFAIL, _REQUEUE_GRACE_S))
@@ -149,7 +156,10 @@ class Supervisor:
         self._end(Outcome(RunStatus.FAILED, cause, exit_code))
 
     def _is_over(self) -> bool:
-        return self._outcome is not None and not any(slot.is_alive for slot in self._slots)
+        if self._outcome is None or any(slot.is_alive for slot in self._slots):
+            return False
+        # Only a failed run waits for its verdict, up to the post-mortem's deadline.
+        return not (self._outcome.status is RunStatus.FAILED and self._autopsy.is_busy)
 
     def _save(self) -> None:
         if self._dirty:
@@ -171,6 +181,7 @@ class Supervisor:
         cause = cause or "ended without being asked to"
         log = ended.log.relative_to(self._folder.path)
         _LOG.error("step failed %s", kv(step=slot.name, cause=cause, log=log))
+        self._autopsy.begin(self._state.history[-1])
         for line in tail(ended.log):
             _LOG.error("%s| %s", slot.name, line)
         if ended.exit_code == _WRONG_USE:

@@ -76,6 +76,8 @@ class ExitRecord(msgspec.Struct, kw_only=True):
     """One phrase: rank, node, code or signal, reason."""
     log: str
     """Where to look, relative to the run folder."""
+    verdict: str = ""
+    """What the post-mortem says about a failure: one sentence, its confidence and class."""
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -112,6 +114,12 @@ class RunState(msgspec.Struct, kw_only=True):
     history: list[ExitRecord] = []
     result: dict[str, Any] = {}
     """Summary of a finished run: run, train_steps, metrics, minutes."""
+
+    @property
+    def verdict(self) -> str:
+        """The post-mortem's last word about a failure in this attempt; "" if there is none."""
+        mine = [record for record in self.history if record.attempt == self.attempt]
+        return next((record.verdict for record in reversed(mine) if record.verdict), "")
 
 
 def read_state(folder: RunFolder) -> RunState | None:

@@ -46,7 +46,8 @@ def _head(report: RunReport) -> list[str]:
         f"{_status(report)}  train step {state.train_step} of {state.train_steps}  "
         f"attempt {state.attempt}  {where}  since {started}",
     ]
-    return [*lines, f"cause: {state.cause}"] if state.cause else lines
+    lines += [f"cause: {state.cause}"] if state.cause else []
+    return [*lines, f"post-mortem: {state.verdict}"] if state.verdict else lines
 
 
 def _status(report: RunReport) -> str:

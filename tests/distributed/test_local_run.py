@@ -125,6 +125,9 @@ def test_a_run_from_start_to_end(run: Run) -> None:
     assert state.result["metrics"]["train/reward_mean"] == 1.0
     assert [s.restarts for s in state.steps] == [0, 0, 0, 0]
     assert (run.folder.path / "logs" / "latest").resolve().name == "attempt_1"
+    assert not (run.folder.path / "postmortem").exists()
+    seen = json.loads((run.folder.path / "seen" / "train-0-1-i1.json").read_text())
+    assert seen["trace"] == str(run.folder.logs(1, "train") / "0-i1-nccl_trace_rank_")
     assert_nothing_is_left(run)
     told = json.loads(relax("status", str(run.folder.path), "--json", cwd=Path.cwd()).stdout)
     assert told["curves"]["train/reward_mean"][-1] == [6, 1.0]
@@ -239,6 +242,22 @@ def test_a_budget_that_is_used_up_names_the_cause(tmp_path: Path) -> None:
         "rollout-0 failed 2 times; the last time: rank 0 ended with exit code 5, "
         "see logs/attempt_1/rollout/0-i2-rank0.log"
     )
+    assert_nothing_is_left(run)
+
+
+def test_a_failed_run_has_a_post_mortem_of_each_end(tmp_path: Path) -> None:
+    """The log of a stub rank, written by the fault, says why; status and state.json quote it."""
+    run = Run(tmp_path, recovery__max_train_restarts=1)
+    code, text = run.start(faults={"train-0-1": "forever raise 3 at 1"}).end()
+    assert code == 1
+    told = [h.verdict for h in run.state().history if h.role == "train"]
+    assert len(told) == 2
+    assert all("ValueError" in verdict for verdict in told), told
+    assert "python-exception" in told[0]
+    assert f"post-mortem: {told[-1]}" in text
+    assert told[-1] in relax("status", str(run.folder.path), cwd=tmp_path).stdout
+    pages = sorted(path.name for path in (run.folder.path / "postmortem").iterdir())
+    assert pages == ["train-0-i1.html", "train-0-i2.html"]
     assert_nothing_is_left(run)
 
 

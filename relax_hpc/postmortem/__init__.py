@@ -1,0 +1,1 @@
+"""Post-mortem of distributed jobs: which rank, which node, why, and what now."""

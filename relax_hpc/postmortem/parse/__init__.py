@@ -1,0 +1,1 @@
+"""Parsers: one family of messages per module, each a small function on records."""

@@ -1,0 +1,1 @@
+"""Decision rules: each proposes findings from the facts of one timeline."""
