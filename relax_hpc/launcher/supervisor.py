@@ -338,8 +338,18 @@ class Supervisor:
         if now - since > limit:
             self._fail(
                 f"no train step completed for {limit:.0f} s (train step {self._state.train_step} "
-                f"of {self._config.run.train_steps}); see logs/latest/train and logs/latest/rollout"
+                f"of {self._config.run.train_steps}{self._told_drops()}); see logs/latest/train "
+                "and logs/latest/rollout"
             )
+
+    def _told_drops(self) -> str:
+        """Groups that engines dropped, by reason: the usual cause of a run that stands still."""
+        told = [
+            f"{slot.name} dropped {drops}"
+            for slot in self._slots
+            if (drops := slot.state.progress.get("dropped"))
+        ]
+        return "".join(f"; {text}" for text in told[:4])
 
     # -- starts and the end -----------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class World:
         self.checkpoint = -1
         self.silent_since: dict[str, float] = {}
         self.left: set[str] = set()
+        self.progress: dict[str, dict[str, str]] = {}
         self.handles: dict[str, Handle] = {}
         self.folder = folder
         allocation = local_allocation(PLAN)
@@ -103,7 +104,8 @@ class World:
                 continue
             for rank in range(slot.plan.num_tasks):
                 silent = self.silent_since.get(f"{slot.name}-{rank}", self.now)
-                members.append(_member(slot, rank, self.now - silent))
+                progress = self.progress.get(slot.name, {})
+                members.append(_member(slot, rank, self.now - silent, progress))
         return Snapshot(self.now, tuple(members))
 
     def run_for(self, seconds: float) -> None:
@@ -117,7 +119,7 @@ class World:
         return next(slot for slot in self.slots if slot.name == name)
 
 
-def _member(slot: Slot, rank: int, silent_s: float) -> MemberInfo:
+def _member(slot: Slot, rank: int, silent_s: float, progress: dict[str, str]) -> MemberInfo:
     values: dict[str, Any] = {
         "role": slot.plan.role,
         "index": slot.plan.index,
@@ -127,7 +129,7 @@ def _member(slot: Slot, rank: int, silent_s: float) -> MemberInfo:
         "attempt": 1,
         "incarnation": slot.state.incarnation,
         "address_info": {},
-        "progress": {},
+        "progress": progress,
         "last_seen_s": silent_s,
         "progress_age_s": silent_s,
     }
@@ -149,6 +151,14 @@ def test_a_silent_member_is_found_after_one_heartbeat_timeout(world: World) -> N
     assert not world.state.history
     world.run_for(10)
     assert [h.cause for h in world.state.history] == ["rank [0] gave no sign of life within 60 s"]
+
+
+def test_a_run_that_stands_still_says_what_the_engines_dropped(world: World) -> None:
+    world.progress["rollout-1"] = {"dropped": "uninformative:120"}
+    world.run_for(1900)
+    assert world.supervisor.outcome is not None
+    assert "no train step completed for 1800 s" in world.supervisor.outcome.cause
+    assert "rollout-1 dropped uninformative:120" in world.supervisor.outcome.cause
 
 
 def end_training(world: World) -> None:
