@@ -17,21 +17,27 @@ _GRAM = 4
 
 _COMMON = {letter: place for place, letter in enumerate(reversed(" etaoinsrhldcumfpgwybvkxjqz"))}
 _COMMON |= dict.fromkeys("0123456789:.[]()-_/=", 20)
-_EVERYWHERE = (b"rank", b"Rank", b"NCCL", b" NCC", b"INFO", b"loss", b"Init", b"cuda", b"CUDA")
+_EVERYWHERE = (
+    b" NCC",
+    b"CCL ",
+    *b"rank Rank NCCL INFO loss Init cuda CUDA ning rain step iter epoc time rate".split(),
+)
+"""In most lines of a training log ("learning rate"): each would be compared with its literals."""
 
 
 class Prefilter:
     """Positions of literals in bytes. Every literal has at least 4 bytes."""
 
     def __init__(self, literals: Sequence[str]) -> None:
-        self._literals: dict[int, list[tuple[int, bytes]]] = {}
+        self._literals: dict[bytes, list[tuple[int, bytes]]] = {}
         for literal in sorted({text.encode() for text in literals}):
             if len(literal) < _GRAM:
                 raise ValueError(f"literal {literal!r}: shorter than {_GRAM} bytes")
             offset = min(range(len(literal) - _GRAM + 1), key=lambda i: _frequency(literal, i))
-            key = int.from_bytes(literal[offset : offset + _GRAM], "little")
-            self._literals.setdefault(key, []).append((offset, literal))
-        self._keys = np.array(sorted(self._literals), dtype=np.uint32)
+            gram = literal[offset : offset + _GRAM]
+            self._literals.setdefault(gram, []).append((offset, literal))
+        keys = sorted(int.from_bytes(gram, "little") for gram in self._literals)
+        self._keys = np.array(keys, dtype=np.uint32)
         self._table = np.zeros(1 << 16, dtype=np.bool_)
         self._table[(self._keys * _MULTIPLIER) >> _SHIFT] = True
 
@@ -45,11 +51,10 @@ class Prefilter:
                 yield start, end
 
     def _is_literal(self, data: bytes, position: int) -> bool:
-        key = int.from_bytes(data[position : position + _GRAM], "little")
-        return any(
-            position >= offset and data.startswith(literal, position - offset)
-            for offset, literal in self._literals.get(key, ())
-        )
+        for offset, literal in self._literals.get(data[position : position + _GRAM], ()):
+            if position >= offset and data.startswith(literal, position - offset):
+                return True
+        return False
 
     def _candidates(self, data: bytes) -> list[int]:
         """Positions whose four bytes are a key, in order."""
