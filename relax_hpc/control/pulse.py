@@ -65,6 +65,8 @@ class Pulse:
             except ControlError as err:
                 logger.warning("ping failed %s", kv(service=self._service, note=str(err)))
             else:
+                if self._num_answers == 0:
+                    logger.info("service answers %s", kv(service=self._service))
                 self._num_answers += 1
             self._stopping.wait(self._interval_s)
         self._client.close()

@@ -60,7 +60,10 @@ def end_of(handle: StepHandle) -> StepExit:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # asking whether it exists first would be too early
+        return True
 
 
 def test_ranks_know_their_place(run: RunFolder) -> None:

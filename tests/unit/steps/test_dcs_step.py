@@ -199,6 +199,8 @@ def test_a_service_that_hangs_ends_its_task_and_the_step_starts_again(folder, st
     first = start(1)
     publish(folder, 0)
     service = next(s for s in first.services() if name in s.cmdline())
+    answers = f"service answers service={name}"  # until then it counts as starting: 600 s
+    wait_until(lambda: answers in first.log.read_text(), "the first ping")
     service.suspend()
     assert first.tasks[0].wait(timeout=60) == 1, first.log.read_text()
     assert f"service {name} (pid {service.pid}) did not answer a ping" in first.log.read_text()

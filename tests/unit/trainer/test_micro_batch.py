@@ -91,7 +91,7 @@ def test_padding_is_a_sequence_of_its_own() -> None:
 @pytest.mark.parametrize(("prompt", "tokens"), [(0, [1, 2]), (2, [1, 2])])
 def test_rows_without_prompt_or_response_are_refused(prompt: int, tokens: list[int]) -> None:
     wrong = row(tokens, prompt, [1] * (len(tokens) - prompt))
-    with pytest.raises(ValueError, match="row a/0"):
+    with pytest.raises(TransferError, match="row a/0"):
         build([wrong], [0])
 
 
