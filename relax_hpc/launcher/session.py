@@ -306,10 +306,10 @@ def finish(session: Session, supervisor: Supervisor) -> int:
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
         code = _requeue(session)
-    if cause:
-        sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
     if state.verdict:
         sys.stderr.write(f"post-mortem: {state.verdict}\n")
+    if cause:  # the last line: one sentence that names the cause
+        sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
     return code
 
 
