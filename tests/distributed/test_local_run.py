@@ -136,6 +136,7 @@ def test_a_run_from_start_to_end(run: Run) -> None:
 def test_each_role_restarts_alone(run: Run) -> None:
     """A rollout, the dcs and a train rank die; the run ends with its full number of steps."""
     run.start(faults={"rollout-1-0": "exit 9", "train-0-1": "kill at 3"}, hold=True)
+    run.pid_of("train-0-0-i1")
     # A rank that starts later begins at the checkpoint, past its fault.
     wait_for(lambda: run.state().steps[1].status == "running", "both train ranks registered")
     os.kill(run.pid_of("dcs-0-0-i1"), signal.SIGKILL)
