@@ -142,14 +142,19 @@ def test_kill_takes_the_whole_group(stub: Any, tmp_path: Path) -> None:
         await server.kill()
         assert not server.alive
         async with asyncio.timeout(10):
-            while (
-                psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
-            ):
+            while is_running(child):
                 await asyncio.sleep(0.05)
         lines = server.last_lines()
         assert "Ignore import" not in lines and "'--a', '1', '--flag'" in lines
 
     asyncio.run(check())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("mode", ["busy", "crash"])
