@@ -71,6 +71,7 @@ ALL = tuple(
         (4, 2, True),
         (8, 5, False),
         (8, 0, True),
+        (16, 11, False),
     )
 )
 
