@@ -64,10 +64,16 @@ def _running(base: Path) -> list[str]:
             is_dead = entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] in "ZX"
             command = entry.joinpath("cmdline").read_bytes()
             said = entry.joinpath("environ").read_bytes() + command
-            if not is_dead and any(mark in said for mark in marks):
+            if not is_dead and any(mark in said for mark in marks) and not _is_ours(entry, command):
                 text = command.replace(b"\0", b" ").decode(errors="replace").strip()
                 found.append(f"pid {entry.name}: {text[:160]}")
     return found
+
+
+def _is_ours(entry: Path, command: bytes) -> bool:
+    """multiprocessing's tracker of this very process: it ends with us."""
+    parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+    return parent == os.getpid() and b"multiprocessing.resource_tracker" in command
 
 
 def _shm_of_runs(base: Path) -> list[str]:
