@@ -395,8 +395,9 @@ def test_time_limit_is_resumable(slurm_cluster) -> None:
 def test_accounting(cluster: Maker) -> None:
     mine = cluster("--nodes", "1", "--accounting")
     job = mine.submit("srun bash -c 'exit 5'; exit 4")
-    state = mine.wait_for(job, lambda s: s.is_over)
-    assert (state.source, state.name, state.exit_code) == ("sacct", "FAILED", 4)
+    # slurmdbd learns of the end a moment after slurmctld, which answers until then
+    state = mine.wait_for(job, lambda s: s.is_over and s.source == "sacct")
+    assert (state.name, state.exit_code) == ("FAILED", 4)
     assert state.derived_exit_code == 5
     os.kill(mine.pid("slurmdbd"), signal.SIGKILL)
     os.kill(mine.pid("mariadbd"), signal.SIGKILL)
