@@ -37,6 +37,14 @@ class TransferError(RelaxError):
     """The transfer queue refused or lost something; nothing wrong was delivered."""
 
 
+class StaleEpochError(TransferError):
+    """A reference to payload whose place was given to newer data: the reader came too late."""
+
+
+class ArenaFullError(TransferError):
+    """Shared memory (and the spill, where there is one) has no room; nothing was left behind."""
+
+
 class WeightSyncError(RelaxError):
     """A weight version is incomplete, corrupt or unknown; the old one keeps being served."""
 

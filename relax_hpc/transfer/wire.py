@@ -22,6 +22,32 @@ class Segment(msgspec.Struct, frozen=True):
     """xxh3-64 of the header, which holds the checksum of every field."""
 
 
+class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where a block of payload lies: part of an extent in the shared memory of one node."""
+
+    node: str
+    extent: str
+    """File name in the node's `arenas` folder, or in its spill folder."""
+    offset: int
+    nbytes: int
+    epoch: int
+    """Never used twice in an arena: a reader that finds another one came too late."""
+    digest: int
+    """xxh3-64 of the block's header, which holds the checksum of every column."""
+    tier: str = "shm"
+    """shm or spill."""
+
+
+class DataAccess(msgspec.Struct, frozen=True):
+    """How other nodes read this node's blocks and files."""
+
+    host: str
+    port: int
+    nixl_agent: str = ""
+    """Name of the node's NIXL agent; empty: only TCP."""
+    nixl_metadata: bytes = b""
+
+
 class RowInfo(msgspec.Struct, frozen=True, array_like=True):
     """What the controller knows about one sample."""
 
