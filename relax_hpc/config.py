@@ -52,6 +52,27 @@ class EngineKind(enum.StrEnum):
     SGLANG = "sglang"
 
 
+class StalePolicy(enum.StrEnum):
+    """What happens to a group whose samples became too old to be trained (after a roll-back)."""
+
+    REGENERATE = "regenerate"
+    """Its prompt is dispatched again."""
+    DROP = "drop"
+    """It is counted as dropped; the prompt is used up."""
+    CORRECT = "correct"
+    """It is trained all the same, its staleness counted; importance sampling corrects."""
+
+
+class RdmaUse(enum.StrEnum):
+    """Whether payload of other nodes is read by RDMA (package nixl)."""
+
+    AUTO = "auto"
+    """Where hardware and package are there, else TCP."""
+    OFF = "off"
+    FORCE = "force"
+    """Also over the library's software transports (tests)."""
+
+
 class AlgorithmName(enum.StrEnum):
     """Algorithms that this version trains with."""
 
@@ -134,6 +155,8 @@ class DataConfig:
     num_eval_prompts: int = 0
     """Prompts used of the eval source; 0 = all (100 for reasoning_gym)."""
     shuffle: bool = True
+    allow_changed: bool = False
+    """Go on when the data set is not the one that the run began with (its ledger counts rows)."""
 
     def __post_init__(self) -> None:
         check_numbers("data", self)
@@ -197,6 +220,11 @@ class RolloutConfig:
     max_response_tokens: int
     max_staleness: int = 1
     """Train version minus the oldest version among a sample's tokens never exceeds this."""
+    stale_policy: StalePolicy = StalePolicy.REGENERATE
+    archive: bool = True
+    """Write every group that is put also to `RUN/trajectories` (HDF5), in the background."""
+    replay: str = ""
+    """Folder of archived groups that are put instead of generated ones; no engine is started."""
     max_concurrent_groups: int = 0
     """Groups that one engine generates at a time; 0 = its share of the admission capacity."""
     temperature: float = 1.0
@@ -257,6 +285,34 @@ class TrainConfig:
     def model_parallel(self) -> int:
         """Ranks that one replica of the model takes: TP x PP."""
         return self.tp * self.pp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransferConfig:
+    """The transfer queue: shared memory that payload lies in, and how other nodes read it."""
+
+    extent_mb: int = 64
+    """Shared memory that a producer asks for at a time; a larger group gets its own extent."""
+    arena_mb: int = 4096
+    """Shared memory that one producer may hold; when it is full, `put` spills or waits."""
+    node_shm_mb: int = 0
+    """Shared memory of all producers of a node; 0 = 80 % of what is free when its agent starts."""
+    spill_mb: int = 0
+    """Disk that the producers of a node may use when their memory is full; 0 = none, they wait."""
+    spill_folder: str = ""
+    """Where to spill: a folder of the node or a shared one; empty = `RUN/spill`."""
+    put_timeout_s: float = 600.0
+    """A put that finds no room for this long is an error."""
+    streams: int = 4
+    """TCP connections over which one large read of another node is spread."""
+    rdma: RdmaUse = RdmaUse.AUTO
+    verify_shm: bool = False
+    """Compare the checksum of all payload on reads of the same node too (others: always)."""
+
+    def __post_init__(self) -> None:
+        check_numbers("transfer", self)
+        ok = self.extent_mb <= self.arena_mb
+        _require(ok, f"transfer.extent_mb={self.extent_mb}: larger than arena_mb={self.arena_mb}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,6 +393,7 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig
     train: TrainConfig = TrainConfig()
+    transfer: TransferConfig = TransferConfig()
     resources: ResourcesConfig = ResourcesConfig()
     recovery: RecoveryConfig = RecoveryConfig()
 

@@ -84,6 +84,14 @@ RANGES = {
         "save_interval": _NOT_NEGATIVE,
         "keep_checkpoints": _COUNT,
     },
+    "transfer": {
+        "extent_mb": _COUNT,
+        "arena_mb": _COUNT,
+        "node_shm_mb": _NOT_NEGATIVE,
+        "spill_mb": _NOT_NEGATIVE,
+        "put_timeout_s": _SECONDS,
+        "streams": Range(1, 64),
+    },
     "resources.*": {"ranks": _COUNT, "nodes": _COUNT, "cpus_per_rank": _COUNT},
     "resources": {
         "nodes": _COUNT,

@@ -91,6 +91,12 @@ def test_a_text_key_takes_any_word(recipe: Path, text: str) -> None:
         ("algorithm.clip_high=inf", "must be > 0"),
         ("recovery.heartbeat_timeout_s=inf", "must be > 0"),
         ("recovery.max_role_restarts=-1", "must be >= 0"),
+        ("transfer.extent_mb=0", "must be >= 1"),
+        ("transfer.extent_mb=8192", "larger than arena_mb=4096"),
+        ("transfer.streams=65", "must be in 1 .. 64"),
+        ("transfer.put_timeout_s=nan", "must be > 0"),
+        ("transfer.rdma=maybe", "Invalid enum value"),
+        ("rollout.stale_policy=keep", "Invalid enum value"),
         ("model.dtype=float8", "valid are float32, bfloat16"),
     ],
 )
