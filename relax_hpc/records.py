@@ -7,12 +7,17 @@ A *row* is one sample; its *fields* are arrays that different roles put when the
 import dataclasses
 import enum
 import typing
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+FieldValue: TypeAlias = "np.ndarray | bytes | str | dict[str, FieldValue]"
+"""What one field of one row may be: a numeric array of any shape, bytes, text, or a dictionary."""
+
 Fields = dict[str, np.ndarray]
-"""One row's fields by name. Names and dtypes:
+"""One row's fields by name: arrays, as far as this toolkit trains on them. A row may carry more
+fields, also such that are another `FieldValue` (an image's bytes); who reads them knows what they
+are. Names and dtypes:
 
 tokens               int32 [L]   prompt then response
 rollout_logprobs     float32 [R] log-probs of the response tokens under the engine that sampled them
