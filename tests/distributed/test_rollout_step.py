@@ -1,6 +1,5 @@
 """Real rollout and dcs steps with real kills; the train step is played by the test."""
 
-import dataclasses
 import importlib.machinery
 import importlib.util
 import json
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -208,7 +208,7 @@ class Trainer:
 
 
 def _copy(row: Row) -> Row:
-    return dataclasses.replace(row, fields={k: v.copy() for k, v in row.fields.items()})
+    return msgspec.structs.replace(row, fields={k: v.copy() for k, v in row.fields.items()})
 
 
 def _wait_all(run: Run, processes: list[subprocess.Popen[bytes]], timeout_s: float = 60.0) -> None:
