@@ -14,8 +14,7 @@ import dataclasses
 import errno
 import mmap
 import os
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,28 @@ import xxhash
 
 from relax_hpc.errors import TransferError
 from relax_hpc.records import Fields
+from relax_hpc.transfer.owner import (
+    Owner,
+    is_alive,
+    open_shm_folder,
+    process_start,
+    temporary_name,
+    temporary_owners,
+)
 from relax_hpc.transfer.wire import Segment, SegmentPlace
+
+__all__ = [
+    "Entry",
+    "Owner",
+    "is_alive",
+    "map_segment",
+    "open_shm_folder",
+    "parse_segment",
+    "process_start",
+    "read_owner",
+    "temporary_owners",
+    "write_segment",
+]
 
 MAGIC = b"RLXSEG1\n"
 _HEADER_START = len(MAGIC) + 4
@@ -43,15 +63,6 @@ class Entry:
     array: np.ndarray
 
 
-class Owner(msgspec.Struct, frozen=True):
-    """Who wrote a segment: the process is alive iff pid and start time still match."""
-
-    run_id: str
-    attempt: int
-    pid: int
-    start: int
-
-
 class _Field(msgspec.Struct, frozen=True):
     uid: str
     sample_index: int
@@ -66,42 +77,6 @@ class _Field(msgspec.Struct, frozen=True):
 class _SegmentHeader(msgspec.Struct, frozen=True):
     owner: Owner
     fields: list[_Field]
-
-
-# ---------------------------------------------------------------------------------------------
-# Folder and owner
-# ---------------------------------------------------------------------------------------------
-
-
-def open_shm_folder(path: Path) -> Path:
-    """Make a private folder (mode 0700) in shared memory, or accept the one that is there.
-
-    Raises:
-        TransferError: something else of that name exists or belongs to another user.
-    """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise TransferError(
-            f"{path} is not a folder of user {os.getuid()} (owner {info.st_uid}): "
-            "somebody else made it; remove it"
-        )
-    return path
-
-
-def process_start(pid: int) -> int:
-    """Start time of a process in clock ticks since boot, 0 if there is none: tells pids apart."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    after_name = text.rpartition(")")[2].split()
-    return 0 if after_name[0] in "ZX" else int(after_name[19])  # field 22 of proc(5)
-
-
-def is_alive(owner: Owner) -> bool:
-    """True while the process that wrote a segment runs."""
-    return owner.start != 0 and process_start(owner.pid) == owner.start
 
 
 # ---------------------------------------------------------------------------------------------
@@ -127,7 +102,7 @@ def write_segment(
     arrays = [_plain(entry) for entry in entries]
     fields, payload_start, total = _layout(entries, arrays, owner)
     header = msgspec.json.encode(_SegmentHeader(owner, fields))
-    temporary = folder / f".tmp-{owner.pid}-{owner.start}-{name}"
+    temporary = folder / temporary_name(owner.pid, owner.start, name)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -260,14 +235,6 @@ def read_owner(path: Path) -> Owner | None:
         return msgspec.json.decode(header, type=_SegmentHeader).owner
     except (OSError, msgspec.DecodeError):
         return None
-
-
-def temporary_owners(folder: Path) -> Iterator[tuple[Path, Owner]]:
-    """Yield unfinished segments and the process that was writing them."""
-    for path in folder.glob(".tmp-*-*-*"):
-        pid, start = path.name.split("-")[1:3]
-        if pid.isdigit() and start.isdigit():
-            yield path, Owner("", 0, int(pid), int(start))
 
 
 def _read_header(buffer: "mmap.mmap | bytes", place: SegmentPlace) -> tuple[_SegmentHeader, int]:
