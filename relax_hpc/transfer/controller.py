@@ -3,10 +3,10 @@
 request -> rules (decide) -> events -> state (apply) + journal (append) -> reply when on disk
                                           |
                                           +-> wakes requests that wait for what changed:
-   admit waits for slots      <- a step completed, a group dropped, a rollback
-   take_rows waits for rows   <- a group was put, a lease returned
+   admit waits for slots       <- a step completed, a group dropped, a rollback
+   take_rows waits for rows    <- a group was put, a lease returned
    take_chunk waits for chunks <- a group became ready, a step completed
-   collect_garbage waits      <- the last group that used a segment is gone
+   collect_free waits          <- the last group that used a block is gone
 """
 
 import asyncio
@@ -24,8 +24,9 @@ from relax_hpc.errors import ControlError
 from relax_hpc.log import kv
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
+from relax_hpc.transfer.ledger_cut import cut_ledger
 from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig, client_of
-from relax_hpc.transfer.queue_state import CHUNKS, GARBAGE, ROWS, SLOTS
+from relax_hpc.transfer.queue_state import CHUNKS, READY, ROWS, SLOTS, free_signal
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class QueueController:
         )
         self._commit = GroupCommit(self._journal)
         self._num_rotated = 0
-        self._signals = {name: asyncio.Event() for name in (SLOTS, ROWS, CHUNKS, GARBAGE)}
+        self._signals: dict[str, asyncio.Event] = {}
         server.on_start(self._restore)
         server.on_newer(self._see)
         self._register()
@@ -57,20 +58,22 @@ class QueueController:
         register = self._server.register
         register("open_dataset", wire.OpenDataset, self._open_dataset)
         register("admit", wire.Admit, self._admit)
-        register("put_group", wire.PutGroup, self._put_group)
+        register("put_groups", wire.PutGroups, self._put_groups)
+        register("save_partial", wire.SavePartial, self._save_partial)
         register("put_fields", wire.PutFields, self._put_fields)
         for name in ("drop_group", "return_group", "reject_group"):
             register(name, wire.EndGroup, self._end_group(name))
         register("take_rows", wire.TakeRows, self._take_rows)
         register("begin_train", wire.BeginTrain, self._begin_train)
         register("take_chunk", wire.TakeChunk, self._take_chunk)
+        register("cut_ledger", wire.CutLedger, self._cut_ledger)
         register("complete_step", wire.CompleteStep, self._complete_step)
         register("claim_eval", wire.Version, self._claim_eval)
         register("finish_eval", wire.Version, self._finish_eval)
         register("evals_pending", Empty, self._evals_pending)
         register("release_producer", wire.Producer, self._release_producer)
         register("status", Empty, self._status)
-        register("collect_garbage", wire.CollectGarbage, self._collect_garbage)
+        register("collect_free", wire.CollectFree, self._collect_free)
         register("find_orphans", wire.FindOrphans, self._find_orphans)
 
     # -- state and journal --------------------------------------------------------------------
@@ -106,11 +109,14 @@ class QueueController:
     def _apply(self, events: Sequence[q.Event]) -> None:
         state = self._rules.state
         for event in events:
-            state.apply(event)
             self._commit.append(event)
+            state.apply(event)
+        if CHUNKS in state.changed:
+            state.changed.add(READY)
         for name in state.changed:
-            self._signals[name].set()
-            self._signals[name] = asyncio.Event()
+            signal = self._signals.pop(name, None)
+            if signal is not None:
+                signal.set()
         state.changed.clear()
 
     async def _durable(self) -> None:
@@ -126,7 +132,9 @@ class QueueController:
         """Ask again whenever `name` changed, until there is an answer or the time is over."""
         deadline = time.monotonic() + wait_s
         while True:
-            signal = self._signals[name]  # taken before asking: no change is missed
+            signal = self._signals.setdefault(
+                name, asyncio.Event()
+            )  # taken before asking: no change is missed
             answer = await ask()
             left_s = deadline - time.monotonic()
             if answer is not None or left_s <= 0:
@@ -160,8 +168,17 @@ class QueueController:
         reply = await self._wait(SLOTS, request.wait_s, ask)
         return wire.Admitted([], False) if reply is None else reply
 
-    async def _put_group(self, caller: Caller, request: wire.PutGroup) -> wire.Stored:
-        reply, events = self._rules.put_group(request)
+    async def _put_groups(self, caller: Caller, request: wire.PutGroups) -> wire.StoredGroups:
+        results, now = [], time.time()
+        for group in request.groups:
+            reply, events = self._rules.put_group(group, now)
+            self._apply(events)
+            results.append(reply)
+        await self._durable()
+        return wire.StoredGroups(results)
+
+    async def _save_partial(self, caller: Caller, request: wire.SavePartial) -> wire.Stored:
+        reply, events = self._rules.save_partial(request)
         self._apply(events)
         await self._durable()
         return reply
@@ -224,8 +241,13 @@ class QueueController:
                 await self._durable()
             return reply
 
-        reply = await self._wait(CHUNKS, request.wait_s, ask)
+        reply = await self._wait(READY, request.wait_s, ask)
         return wire.TakenChunk(None) if reply is None else reply
+
+    async def _cut_ledger(self, caller: Caller, request: wire.CutLedger) -> wire.LedgerCut:
+        cut = cut_ledger(self._rules.state.data, request.step)
+        await self._durable()
+        return cut
 
     async def _complete_step(self, caller: Caller, request: wire.CompleteStep) -> wire.StepSummary:
         self._apply(self._rules.complete_step(caller, request))
@@ -260,24 +282,25 @@ class QueueController:
         await self._durable()
 
     async def _status(self, caller: Caller, request: Empty) -> wire.QueueStatus:
-        return self._rules.status()
+        return self._rules.status(time.time())
 
     # -- node agents --------------------------------------------------------------------------
 
-    async def _collect_garbage(self, caller: Caller, request: wire.CollectGarbage) -> wire.Garbage:
-        def names() -> set[str]:
-            return self._rules.state.data.garbage.get(request.node, set())
+    async def _collect_free(self, caller: Caller, request: wire.CollectFree) -> wire.Freed:
+        self._rules.state.blocks.acknowledge(request.arena, request.acked)
 
-        names().difference_update(request.removed)
+        async def ask() -> wire.Freed | None:
+            found = sorted(self._rules.state.blocks.free_of(request.arena))
+            await self._durable()  # a block is reused only when its end is on disk
+            return wire.Freed(found) if found else None
 
-        async def ask() -> wire.Garbage | None:
-            found = sorted(names())
-            await self._durable()  # a segment goes only when its end is on disk
-            return wire.Garbage(found) if found else None
+        reply = await self._wait(free_signal(request.arena), request.wait_s, ask)
+        return wire.Freed([]) if reply is None else reply
 
-        reply = await self._wait(GARBAGE, request.wait_s, ask)
-        return wire.Garbage([]) if reply is None else reply
-
-    async def _find_orphans(self, caller: Caller, request: wire.FindOrphans) -> wire.Garbage:
-        used = self._rules.state.has_segment
-        return wire.Garbage([name for name in request.names if not used(name)])
+    async def _find_orphans(self, caller: Caller, request: wire.FindOrphans) -> wire.Orphans:
+        blocks = self._rules.state.blocks
+        names = [name for name in request.names if not blocks.has_extent(name)]
+        for name in names:
+            blocks.forget_extent(name)
+        await self._durable()
+        return wire.Orphans(names)

@@ -8,8 +8,13 @@ import enum
 
 import msgspec
 
-from relax_hpc.transfer.ledger import LedgerData, Ticket
-from relax_hpc.transfer.wire import RowInfo, Segment, Slot, StepSummary
+from relax_hpc.transfer.ledger import LedgerData, Partial, Ticket
+from relax_hpc.transfer.wire import BlockRef, Histograms, Rows, Slot, StepSummary
+
+RowKeys = tuple[str, list[int]]
+"""Rows of one group: (uid, sample indices)."""
+FreeBlock = tuple[str, int, int]
+"""(extent, offset, epoch)"""
 
 
 class Phase(enum.StrEnum):
@@ -33,13 +38,20 @@ class Group(msgspec.Struct, kw_only=True):
     incarnation: int
     """Who generates it."""
     phase: Phase = Phase.GENERATING
-    rows: list[RowInfo] = msgspec.field(default_factory=list)
-    segments: list[Segment] = msgspec.field(default_factory=list)
+    rows: Rows | None = None
+    """None until it is put."""
+    blocks: list[BlockRef] = msgspec.field(default_factory=list)
     oldest_version: int = -1
+    newest_version: int = -1
     num_tokens: int = 0
-    missing: dict[str, set[int]] = msgspec.field(default_factory=dict)
-    """Sample indices that lack a field, by field name."""
+    put_at: float = 0.0
+    """Seconds since 1970."""
+    missing: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    """Samples that lack a task's field, by task."""
+    leased: dict[str, dict[str, list[int]]] = msgspec.field(default_factory=dict)
+    """Those of `missing` that a client works on: task -> client -> samples."""
     ready_order: int = 0
+    partial: Partial | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -56,7 +68,7 @@ class Grant(msgspec.Struct):
 
     key: str
     slots: list[Slot] = msgspec.field(default_factory=list)
-    rows: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    rows: list[RowKeys] = msgspec.field(default_factory=list)
 
 
 class QueueData(msgspec.Struct):
@@ -74,20 +86,15 @@ class QueueData(msgspec.Struct):
     """role/index -> newest (attempt, incarnation)."""
     admissions: dict[str, Grant] = msgspec.field(default_factory=dict)
     takes: dict[str, Grant] = msgspec.field(default_factory=dict)
-    leases: dict[str, str] = msgspec.field(default_factory=dict)
-    """"TASK UID SAMPLE" -> client, see `lease_key`."""
     train_key: str = ""
     train_incarnation: int = 0
     """The incarnation of role train that called begin_train last; 0: none, or it is known dead."""
     eval_claims: dict[int, str] = msgspec.field(default_factory=dict)
     evals_finished: list[int] = msgspec.field(default_factory=list)
-    garbage: dict[str, set[str]] = msgspec.field(default_factory=dict)
+    free: dict[str, set[FreeBlock]] = msgspec.field(default_factory=dict)
+    """Blocks that nobody reads again, by arena, until their producer acknowledged them."""
+    histograms: Histograms = msgspec.field(default_factory=Histograms)
     last_summary: StepSummary | None = None
-
-
-def lease_key(task: str, uid: str, sample_index: int) -> str:
-    """Key of a leased row."""
-    return f"{task} {uid} {sample_index}"
 
 
 class Event(msgspec.Struct, tag_field="event"):
@@ -122,6 +129,7 @@ class DatasetOpened(Event, tag="dataset"):
 
     num_prompts: int
     fingerprint: str
+    is_change_allowed: bool = False
 
 
 class Admitted(Event, tag="admit"):
@@ -136,23 +144,34 @@ class Admitted(Event, tag="admit"):
     deadline: int
     tickets: list[Ticket]
     num_again: int
+    deadlines: dict[str, int] = msgspec.field(default_factory=dict)
+    """By uid: saved tokens are given back, and this smaller deadline counts."""
 
 
 class GroupPut(Event, tag="put"):
     """A group is complete as far as its engine is concerned."""
 
     uid: str
-    segment: Segment
-    rows: list[RowInfo]
+    block: BlockRef
+    rows: Rows
     oldest_version: int
+    newest_version: int
+    at: float
 
 
 class FieldsPut(Event, tag="fields"):
     """One more field."""
 
     name: str
-    rows: list[tuple[str, int]]
-    segment: Segment
+    rows: list[RowKeys]
+    block: BlockRef
+
+
+class PartialSaved(Event, tag="partial"):
+    """Tokens of a group that is still being generated."""
+
+    uid: str
+    partial: Partial
 
 
 class GroupDropped(Event, tag="drop"):
@@ -160,6 +179,7 @@ class GroupDropped(Event, tag="drop"):
 
     uid: str
     reason: str
+    response_tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class DispatchedAgain(Event, tag="again"):
@@ -167,6 +187,7 @@ class DispatchedAgain(Event, tag="again"):
 
     uids: list[str]
     reason: str
+    response_tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class RowsTaken(Event, tag="take"):
@@ -175,7 +196,7 @@ class RowsTaken(Event, tag="take"):
     task: str
     client: str
     key: str
-    rows: list[tuple[str, int]]
+    rows: list[RowKeys]
 
 
 class ChunkDecided(Event, tag="chunk"):
@@ -198,6 +219,13 @@ class TrainBegun(Event, tag="begin"):
     key: str
     incarnation: int
     step: int
+
+
+class LedgerRestored(Event, tag="restore"):
+    """The ledger of a checkpoint replaces ours: the journal was missing or older."""
+
+    step: int
+    ledger: LedgerData
 
 
 class StepCompleted(Event, tag="step"):
@@ -228,12 +256,14 @@ AnyEvent = (
     | Admitted
     | GroupPut
     | FieldsPut
+    | PartialSaved
     | GroupDropped
     | DispatchedAgain
     | RowsTaken
     | ChunkDecided
     | HoleFilled
     | TrainBegun
+    | LedgerRestored
     | StepCompleted
     | EvalClaimed
     | EvalFinished

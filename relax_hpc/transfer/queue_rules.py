@@ -5,14 +5,18 @@ controller applies and journals them. Refusals are TransferErrors, "not yet" is 
 """
 
 import dataclasses
-import itertools
+from collections.abc import Iterable
 
-from relax_hpc.config import Config
+from relax_hpc.config import Config, StalePolicy
 from relax_hpc.control.rpc import Caller
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.queue_state import QueueState, RowKey
+from relax_hpc.transfer.ledger import Partial
+from relax_hpc.transfer.ledger_cut import restored_ledger
+from relax_hpc.transfer.queue_histograms import response_tokens
+from relax_hpc.transfer.queue_report import StuckLimit, report, summarize
+from relax_hpc.transfer.queue_state import QueueState
 from relax_hpc.transfer.samplers import balance
 
 
@@ -31,6 +35,10 @@ class QueueRulesConfig:
     """Field that each forward-only task adds before a group can be trained."""
     seed: int = 0
     is_shuffled: bool = True
+    stale_policy: StalePolicy = StalePolicy.REGENERATE
+    """What happens to a put group with tokens older than the bound allows."""
+    stuck_after_s: float = 900.0
+    """A task whose oldest row waits longer is named in the status."""
 
     @classmethod
     def from_config(cls, config: Config) -> "QueueRulesConfig":
@@ -50,6 +58,7 @@ class QueueRulesConfig:
             task_fields=tasks,
             seed=config.run.seed,
             is_shuffled=config.data.shuffle,
+            stale_policy=config.rollout.stale_policy,
         )
 
     @property
@@ -71,6 +80,10 @@ class QueueRulesConfig:
 def client_of(caller: Caller) -> str:
     """Key of a client: leases, grants and claims belong to it."""
     return f"{caller.role}/{caller.index}/{caller.rank}"
+
+
+_REFUSED = wire.Stored(is_kept=False, is_wanted=False)
+_KEPT = wire.Stored(is_kept=True, is_wanted=True)
 
 
 class QueueRules:
@@ -95,18 +108,22 @@ class QueueRules:
     def open_dataset(self, request: wire.OpenDataset) -> list[q.Event]:
         """Accept the first data set, and the same one again."""
         known = self.state.data.ledger
+        allow = request.allow_changed
+        event = q.DatasetOpened(request.num_prompts, request.fingerprint, allow)
         if request.num_prompts <= 0:
             raise TransferError(f"data set has {request.num_prompts} prompts: must be > 0")
         if known.num_prompts == 0:
-            return [q.DatasetOpened(request.num_prompts, request.fingerprint)]
-        if (known.num_prompts, known.fingerprint) != (request.num_prompts, request.fingerprint):
-            raise TransferError(
-                f"this run began with a data set of {known.num_prompts} prompts, fingerprint "
-                f"{known.fingerprint}; now it has {request.num_prompts} prompts, fingerprint "
-                f"{request.fingerprint}: restore data.train (and the tokenizer), or start a new "
-                "run with run.init_from"
-            )
-        return []
+            return [event]
+        if (known.num_prompts, known.fingerprint) == (request.num_prompts, request.fingerprint):
+            return [] if known.is_change_allowed == allow else [event]
+        if allow:
+            return [event]
+        raise TransferError(
+            f"this run began with a data set of {known.num_prompts} prompts, fingerprint "
+            f"{known.fingerprint}; now it has {request.num_prompts} prompts, fingerprint "
+            f"{request.fingerprint}: restore data.train (and the tokenizer), start a new run with "
+            "run.init_from, or set data.allow_changed = true"
+        )
 
     def admit(self, caller: Caller, request: wire.Admit) -> q.Admitted | None:
         """Grant slots, as many as stay feasible; None: none now."""
@@ -132,38 +149,94 @@ class QueueRules:
             deadline=deadline,
             tickets=tickets,
             num_again=num_again,
+            deadlines=self._with_saved_tokens([t.uid for t in tickets[:num_again]], deadline),
         )
 
-    def put_group(self, request: wire.PutGroup) -> tuple[wire.Stored, list[q.Event]]:
-        """Accept a group once; refuse what nobody waits for."""
-        group = self.state.data.groups.get(request.uid)
+    def _with_saved_tokens(self, uids: Iterable[str], deadline: int) -> dict[str, int]:
+        """Slots that get back what an earlier dispatch generated, and their deadlines.
+
+        Old tokens bring the deadline forward; where that does not fit they are generated anew.
+        """
+        data, policy = self.state.data, self.config.stale_policy
+        given: dict[str, int] = {}
+        for uid in uids:
+            partial = data.ledger.partials.get(uid)
+            if partial is None:
+                continue
+            low = min(deadline, max(partial.oldest_version, 0) + self.config.max_staleness)
+            others = [value for value in given.values() if value < deadline]
+            if policy is StalePolicy.CORRECT:
+                given[uid] = deadline
+            elif self.state.window.can_lower(
+                data.version, data.num_assigned, low, deadline, others
+            ):
+                given[uid] = low
+        return given
+
+    def put_group(self, info: wire.GroupInfo, now: float) -> tuple[wire.Stored, list[q.Event]]:
+        """Accept a group once; refuse what nobody waits for.
+
+        Args:
+            info: the group.
+            now: seconds since 1970.
+        """
+        group = self.state.data.groups.get(info.uid)
         if group is None:
-            return wire.Stored(is_kept=False, is_wanted=False), []
+            return _REFUSED, []
         if group.phase is not q.Phase.GENERATING:
-            return wire.Stored(is_kept=request.segment in group.segments, is_wanted=True), []
-        if len(request.rows) != self.config.group_size:
+            return wire.Stored(info.block in group.blocks, True), []
+        self._check_rows(info)
+        if info.newest_version > self.state.data.version:  # weights of a branch that is gone
+            return _REFUSED, [q.DispatchedAgain([info.uid], "rollback")]
+        ended = self._beyond_the_bound(group, info)
+        if ended is not None:
+            return _REFUSED, [ended]
+        event = q.GroupPut(
+            info.uid, info.block, info.rows, info.oldest_version, info.newest_version, now
+        )
+        return _KEPT, [event]
+
+    def _check_rows(self, info: wire.GroupInfo) -> None:
+        rows = info.rows
+        if len(rows) != self.config.group_size:
             raise TransferError(
-                f"group {request.uid} has {len(request.rows)} samples, "
+                f"group {info.uid} has {len(rows)} samples, "
                 f"rollout.group_size is {self.config.group_size}"
             )
-        oldest = request.oldest_version
-        if 0 <= oldest < group.deadline - self.config.max_staleness:
-            return wire.Stored(is_kept=False, is_wanted=False), [
-                q.DispatchedAgain([request.uid], "older_than_admitted")
-            ]
-        event = q.GroupPut(request.uid, request.segment, request.rows, oldest)
-        return wire.Stored(is_kept=True, is_wanted=True), [event]
+        if not len(rows.num_prompt_tokens) == len(rows.finish_reasons) == len(rows):
+            raise TransferError(f"group {info.uid}: columns of different length: {rows}")
+
+    def _beyond_the_bound(self, group: q.Group, info: wire.GroupInfo) -> q.Event | None:
+        oldest, policy = info.oldest_version, self.config.stale_policy
+        if policy is StalePolicy.CORRECT or not (
+            0 <= oldest < group.deadline - self.config.max_staleness
+        ):
+            return None
+        lengths = response_tokens(info.rows)
+        if policy is StalePolicy.DROP:
+            return q.GroupDropped(info.uid, "stale", lengths)
+        return q.DispatchedAgain([info.uid], "older_than_admitted", lengths)
+
+    def save_partial(self, request: wire.SavePartial) -> tuple[wire.Stored, list[q.Event]]:
+        """Remember tokens of an unfinished group for its next dispatch."""
+        group = self.state.data.groups.get(request.uid)
+        if group is None or group.phase is not q.Phase.GENERATING:
+            return _REFUSED, []
+        partial = Partial(request.block, request.oldest_version, request.newest_version)
+        if group.partial == partial:
+            return _KEPT, []
+        return _KEPT, [q.PartialSaved(request.uid, partial)]
 
     def drop_group(self, request: wire.EndGroup) -> list[q.Event]:
         """The prompt is used up."""
         if self._can_end(request.uid):
-            return [q.GroupDropped(request.uid, request.reason)]
+            return [q.GroupDropped(request.uid, request.reason, request.response_tokens)]
         return []
 
     def return_group(self, request: wire.EndGroup) -> list[q.Event]:
         """The prompt is dispatched again."""
         if self._can_end(request.uid):
-            return [q.DispatchedAgain([request.uid], request.reason)]
+            return [q.DispatchedAgain([request.uid], request.reason, request.response_tokens)]
         return []
 
     def reject_group(self, request: wire.EndGroup) -> list[q.Event]:
@@ -186,35 +259,46 @@ class QueueRules:
         if pending is None:
             known = ", ".join(self.state.pending) if self.state.pending else "none"
             raise TransferError(f"task {request.task!r} is not part of this run (tasks: {known})")
-        rows = list(itertools.islice(pending, max(request.max_rows, 0)))
+        rows: list[q.RowKeys] = []
+        num_left = request.max_rows
+        for uid, samples in pending.items():
+            if num_left <= 0:
+                break
+            rows.append((uid, samples[:num_left]))
+            num_left -= len(samples)
         return q.RowsTaken(request.task, client_of(caller), request.key, rows) if rows else None
 
     def put_fields(self, request: wire.PutFields) -> tuple[wire.Stored, list[q.Event]]:
         """Accept a field for those rows that still lack it."""
-        if request.name not in self.config.task_fields.values():
+        task = self.state.task_of_field.get(request.name)
+        if task is None:
             raise TransferError(f"field {request.name!r}: no task of this run adds it")
-        if self.state.has_segment(request.segment.name):
-            return wire.Stored(is_kept=True, is_wanted=True), []
+        if self.state.blocks.has_block(request.block):
+            return _KEPT, []
         groups = self.state.data.groups
-        known = [(uid, sample) for uid, sample in request.rows if uid in groups]
-        rows = [(u, s) for u, s in known if s in groups[u].missing.get(request.name, ())]
+        known = [(uid, samples) for uid, samples in request.rows if uid in groups]
+        rows = []
+        for uid, samples in known:
+            missing = set(groups[uid].missing.get(task, ()))
+            if accepted := [s for s in samples if s in missing]:
+                rows.append((uid, accepted))
         if not rows:
             return wire.Stored(is_kept=False, is_wanted=bool(known)), []
-        event = q.FieldsPut(request.name, rows, request.segment)
-        return wire.Stored(is_kept=True, is_wanted=True), [event]
+        return _KEPT, [q.FieldsPut(request.name, rows, request.block)]
 
-    def rows_reply(self, rows: list[RowKey]) -> wire.TakenRows:
+    def rows_reply(self, rows: list[q.RowKeys]) -> wire.TakenRows:
         """Describe leased rows; those whose group is gone are left out."""
-        by_group: dict[str, list[int]] = {}
-        for uid, sample in rows:
-            if uid in self.state.data.groups:
-                by_group.setdefault(uid, []).append(sample)
-        return wire.TakenRows([self._rows_of(uid, set(s)) for uid, s in by_group.items()])
+        groups = self.state.data.groups
+        return wire.TakenRows([self._rows_of(u, samples) for u, samples in rows if u in groups])
 
-    def _rows_of(self, uid: str, samples: set[int] | None) -> wire.GroupRows:
+    def _rows_of(self, uid: str, samples: list[int] | None) -> wire.GroupRows:
         group = self.state.data.groups[uid]
-        rows = [r for r in group.rows if samples is None or r.sample_index in samples]
-        return wire.GroupRows(uid, self.config.group_size, rows, list(group.segments))
+        rows = group.rows
+        assert rows is not None, f"group {uid} is not put"
+        size = self.config.group_size
+        if samples is None or len(samples) == len(rows):
+            return wire.GroupRows(uid, size, list(range(len(rows))), rows, group.blocks)
+        return wire.GroupRows(uid, size, samples, rows.pick(samples), group.blocks)
 
     # -- train --------------------------------------------------------------------------------
 
@@ -226,7 +310,11 @@ class QueueRules:
             )
         if request.key == self.state.data.train_key:
             return []
-        return [q.TrainBegun(request.key, caller.incarnation, request.step)]
+        begun = q.TrainBegun(request.key, caller.incarnation, request.step)
+        if request.cut is None or request.step <= self.state.data.version:
+            return [begun]  # our journal knows more than the checkpoint
+        ledger = restored_ledger(request.cut, request.step, self.state.data.ledger)
+        return [q.LedgerRestored(request.step, ledger), begun]
 
     def decide_chunk(self, caller: Caller, request: wire.TakeChunk) -> list[q.Event]:
         """Fill holes and decide the next chunk if it is asked for and can be filled."""
@@ -271,7 +359,7 @@ class QueueRules:
                 f"complete_step({step}): the queue is at step {data.version} with {num_chunks} of "
                 f"{self.config.chunks_per_step} chunks taken and {holes} groups missing"
             )
-        return [q.StepCompleted(step, self._summary(step))]
+        return [q.StepCompleted(step, summarize(data, step))]
 
     def _pick(self, num_groups: int) -> list[str]:
         data = self.state.data
@@ -299,22 +387,6 @@ class QueueRules:
                     f"for dp size {dp_size}; take chunks in order, all with one dp size"
                 )
 
-    def _summary(self, step: int) -> wire.StepSummary:
-        data = self.state.data
-        uids = [uid for chunk in data.chunks for share in chunk.shares for uid in share]
-        groups = [data.groups[uid] for uid in uids]
-        ages = [
-            step - (g.oldest_version if g.oldest_version >= 0 else g.engine_version) for g in groups
-        ]
-        return wire.StepSummary(
-            step=step,
-            num_groups=len(groups),
-            num_samples=sum(len(group.rows) for group in groups),
-            num_tokens=sum(group.num_tokens for group in groups),
-            staleness_mean=sum(ages) / len(ages),
-            staleness_max=max(ages),
-        )
-
     # -- evaluation and state -----------------------------------------------------------------
 
     def evals_pending(self) -> list[int]:
@@ -334,26 +406,20 @@ class QueueRules:
             return holder == client_of(caller), []
         return True, [q.EvalClaimed(version, client_of(caller))]
 
-    def status(self) -> wire.QueueStatus:
-        """Count everything."""
-        data, ledger = self.state.data, self.state.ledger
-        phases = [group.phase for group in data.groups.values()]
-        last = min(data.version + self.config.max_staleness, self.config.train_steps - 1)
-        return wire.QueueStatus(
-            version=data.version,
-            train_steps=self.config.train_steps,
-            done=self.is_done,
-            capacity=max(0, last - data.version + 1) * self.config.groups_per_step,
-            in_flight=len(phases),
-            generating=phases.count(q.Phase.GENERATING),
-            waiting=phases.count(q.Phase.WAITING),
-            ready=phases.count(q.Phase.READY),
-            assigned=phases.count(q.Phase.ASSIGNED),
-            trained_groups=ledger.trained_groups,
-            dropped=dict(data.ledger.dropped),
-            redispatched=dict(data.ledger.redispatched),
-            to_dispatch=len(data.ledger.again),
-            epoch=ledger.epoch,
+    def status(self, now: float) -> wire.QueueStatus:
+        """Count everything.
+
+        Args:
+            now: seconds since 1970.
+        """
+        config = self.config
+        data = self.state.data
+        last = min(data.version + config.max_staleness, config.train_steps - 1)
+        return report(
+            self.state,
+            capacity=max(0, last - data.version + 1) * config.groups_per_step,
+            train_steps=config.train_steps,
+            is_done=self.is_done,
             evals_pending=self.evals_pending(),
-            evals_finished=sorted(data.evals_finished),
+            limit=StuckLimit(now, config.stuck_after_s),
         )

@@ -4,20 +4,26 @@
 journals it; a restarted controller applies the journal and stands where the old one stood.
 """
 
-import collections
 import functools
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import queue_data as q
-from relax_hpc.transfer.ledger import Ledger, Ticket
+from relax_hpc.transfer.ledger import Ledger, Partial, Ticket
+from relax_hpc.transfer.queue_blocks import BlockIndex
+from relax_hpc.transfer.queue_histograms import count_ended, count_generated, count_trained
 from relax_hpc.transfer.samplers import Window
-from relax_hpc.transfer.wire import Segment, Slot
+from relax_hpc.transfer.wire import BlockRef, Slot
 
-RowKey = tuple[str, int]
+SLOTS, ROWS, READY, CHUNKS = "slots", "rows", "ready", "chunks"
+"""What waiting requests wait for; `QueueState.changed` collects what an event touched. READY: a
+chunk might be decided; CHUNKS: one was, or chunks changed."""
 
-SLOTS, ROWS, CHUNKS, GARBAGE = "slots", "rows", "chunks", "garbage"
-"""What waiting requests wait for; `QueueState.changed` collects what an event touched."""
+
+def free_signal(arena: str) -> str:
+    """What the producer of an arena waits for."""
+    return f"free {arena}"
 
 
 class QueueState:
@@ -43,27 +49,35 @@ class QueueState:
         """
         self.data = data
         self.task_fields = task_fields
+        self.task_of_field = {name: task for task, name in task_fields.items()}
         self.ledger = Ledger(data.ledger, seed, is_shuffled)
         self.window = Window(groups_per_step)
+        self.blocks = BlockIndex(data.free)
         self.changed: set[str] = set()
-        self.pending: dict[str, dict[RowKey, None]] = {task: {} for task in task_fields}
-        """Rows that a task can take, in order of completion."""
-        self._segment_users: collections.Counter[str] = collections.Counter()
-        for group in sorted(data.groups.values(), key=lambda g: g.ready_order):
+        self.pending: dict[str, OrderedDict[str, list[int]]] = {
+            task: OrderedDict() for task in task_fields
+        }
+        """Rows that a task can take, uid -> samples, in order of completion."""
+        for partial in data.ledger.partials.values():
+            self.blocks.use(partial.block)
+        for group in sorted(data.groups.values(), key=lambda g: (g.ready_order, g.put_at)):
             self._index_group(group)
 
     def _index_group(self, group: q.Group) -> None:
+        uid = group.ticket.uid
         if group.phase is not q.Phase.ASSIGNED:
             self.window.add(group.deadline)
         if group.phase is q.Phase.READY:
-            self.window.set_ready(group.ticket.uid, group.deadline)
-        for segment in group.segments:
-            self._segment_users[segment.name] += 1
-        for task, name in self.task_fields.items():
-            uid = group.ticket.uid
-            for sample in sorted(group.missing.get(name, ())):
-                if q.lease_key(task, uid, sample) not in self.data.leases:
-                    self.pending[task][(uid, sample)] = None
+            self.window.set_ready(uid, group.deadline)
+        for block in group.blocks:
+            self.blocks.use(block)
+        if group.partial is not None:
+            self.blocks.use(group.partial.block)
+        for task in self.task_fields:
+            leased = {s for part in group.leased.get(task, {}).values() for s in part}
+            samples = [s for s in group.missing.get(task, ()) if s not in leased]
+            if samples:
+                self.pending[task][uid] = samples
 
     # -- events -------------------------------------------------------------------------------
 
@@ -79,10 +93,11 @@ class QueueState:
     def _(self, event: q.AttemptBegun) -> None:
         data = self.data
         self._end_groups(list(data.groups), "attempt")
+        self._discard_partials(lambda partial: partial.block.tier == "shm")
         data.attempt, data.train_incarnation = event.attempt, 0
         data.chunks, data.num_assigned = [], 0
         data.admissions, data.takes, data.eval_claims = {}, {}, {}
-        data.leases, data.garbage = {}, {}
+        data.free.clear()
 
     @_apply.register
     def _(self, event: q.CallerSeen) -> None:
@@ -102,8 +117,8 @@ class QueueState:
 
     @_apply.register
     def _(self, event: q.DatasetOpened) -> None:
-        self.data.ledger.num_prompts = event.num_prompts
-        self.data.ledger.fingerprint = event.fingerprint
+        if self.ledger.open(event.num_prompts, event.fingerprint, event.is_change_allowed):
+            self._discard_partials(lambda _: True)
         self.changed.add(SLOTS)
 
     @_apply.register
@@ -111,63 +126,87 @@ class QueueState:
         self.ledger.advance(len(event.tickets), event.num_again)
         slots = []
         for ticket in event.tickets:
-            self.data.groups[ticket.uid] = q.Group(
+            uid = ticket.uid
+            deadline = event.deadlines.get(uid, event.deadline)
+            partial = self.data.ledger.partials.pop(uid, None)
+            if partial is not None and uid not in event.deadlines:
+                self._release(partial.block)
+                partial = None
+            self.data.groups[uid] = q.Group(
                 ticket=ticket,
                 engine_version=event.engine_version,
-                deadline=event.deadline,
+                deadline=deadline,
                 role=event.role,
                 index=event.index,
                 incarnation=event.incarnation,
+                partial=partial,
             )
-            self.window.add(event.deadline)
-            slots.append(Slot(ticket.uid, ticket.prompt_index, ticket.epoch, event.deadline))
+            self.window.add(deadline)
+            saved = None if partial is None else partial.block
+            slots.append(Slot(uid, ticket.prompt_index, ticket.epoch, deadline, saved))
         self.data.admissions[event.client] = q.Grant(event.key, slots=slots)
 
     @_apply.register
     def _(self, event: q.GroupPut) -> None:
         group = self.data.groups[event.uid]
-        group.rows, group.oldest_version = event.rows, event.oldest_version
-        group.num_tokens = sum(row.num_tokens for row in event.rows)
-        self._use_segment(group, event.segment)
-        samples = [row.sample_index for row in event.rows]
-        group.missing = {name: set(samples) for name in self.task_fields.values()}
-        for task in self.task_fields:
-            self.pending[task].update({(event.uid, sample): None for sample in samples})
-            self.changed.add(ROWS)
+        group.rows, group.put_at = event.rows, event.at
+        group.oldest_version, group.newest_version = event.oldest_version, event.newest_version
+        group.num_tokens = sum(event.rows.num_tokens)
+        self._use(group, event.block)
+        self._set_partial(group, None)
+        count_generated(self.data.histograms, event.rows)
         group.phase = q.Phase.WAITING
+        for task in self.task_fields:
+            samples = list(range(len(event.rows)))
+            group.missing[task] = samples
+            self.pending[task][event.uid] = samples.copy()
+            self.changed.add(ROWS)
         self._check_ready(group)
 
     @_apply.register
     def _(self, event: q.FieldsPut) -> None:
-        tasks = [task for task, name in self.task_fields.items() if name == event.name]
-        users = set()
-        for uid, sample in event.rows:
+        task = self.task_of_field.get(event.name)
+        if task is None:  # a journal of an attempt that had one more task
+            return
+        for uid, samples in event.rows:
             group = self.data.groups.get(uid)
-            if group is None or sample not in group.missing.get(event.name, ()):
+            if group is None:
                 continue
-            group.missing[event.name].discard(sample)
-            users.add(uid)
-            for task in tasks:
-                self.pending[task].pop((uid, sample), None)
-                self.data.leases.pop(q.lease_key(task, uid, sample), None)
-        for uid in sorted(users):
-            self._use_segment(self.data.groups[uid], event.segment)
-            self._check_ready(self.data.groups[uid])
+            done = set(samples)
+            before = len(group.missing.get(task, ()))
+            group.missing[task] = [s for s in group.missing.get(task, ()) if s not in done]
+            if len(group.missing[task]) < before:
+                self._end_leases(group, task, done)
+                self._use(group, event.block)
+                self._check_ready(group)
+
+    @_apply.register
+    def _(self, event: q.PartialSaved) -> None:
+        self._set_partial(self.data.groups[event.uid], event.partial)
 
     @_apply.register
     def _(self, event: q.GroupDropped) -> None:
+        group = self.data.groups[event.uid]
+        count_ended(self.data.histograms, event.reason, group.rows, event.response_tokens)
         self._remove_group(event.uid)
         self.ledger.drop(event.reason)
 
     @_apply.register
     def _(self, event: q.DispatchedAgain) -> None:
+        count_ended(self.data.histograms, event.reason, None, event.response_tokens)
         self._end_groups(event.uids, event.reason)
 
     @_apply.register
     def _(self, event: q.RowsTaken) -> None:
-        for uid, sample in event.rows:
-            self.pending[event.task].pop((uid, sample), None)
-            self.data.leases[q.lease_key(event.task, uid, sample)] = event.client
+        pending = self.pending[event.task]
+        for uid, samples in event.rows:
+            left = [s for s in pending[uid] if s not in samples]
+            if left:
+                pending[uid] = left
+            else:
+                del pending[uid]
+            leases = self.data.groups[uid].leased.setdefault(event.task, {})
+            leases[event.client] = leases.get(event.client, []) + samples
         self.data.takes[event.client] = q.Grant(event.key, rows=event.rows)
 
     @_apply.register
@@ -193,8 +232,13 @@ class QueueState:
         self._return_chunks()
         if event.step < data.version:
             # Groups of the lost branch: their policy versions will be other weights.
-            lost = [u for u, g in data.groups.items() if g.engine_version > event.step]
+            lost = [
+                uid
+                for uid, group in data.groups.items()
+                if max(group.engine_version, group.newest_version) > event.step
+            ]
             self._end_groups(lost, "rollback")
+            self._discard_partials(lambda partial: partial.newest_version > event.step)
             self.ledger.dispatch_again(self.ledger.untrain(event.step), "rollback", is_first=True)
         elif event.step > data.version:
             self._end_groups(list(data.groups), "version_jump")
@@ -202,19 +246,33 @@ class QueueState:
         data.last_summary = None
         data.evals_finished = [v for v in data.evals_finished if v <= event.step]
         data.eval_claims = {v: c for v, c in data.eval_claims.items() if v <= event.step}
-        self.changed |= {SLOTS, CHUNKS}
+        self.changed |= {SLOTS, READY, CHUNKS}
+
+    @_apply.register
+    def _(self, event: q.LedgerRestored) -> None:
+        data = self.data
+        data.chunks, data.num_assigned = [], 0
+        for uid in list(data.groups):
+            self._remove_group(uid)
+        self._discard_partials(lambda _: True)
+        data.version = event.step
+        self.ledger.restore(event.ledger)
+        for partial in data.ledger.partials.values():
+            self.blocks.use(partial.block)
+        self.changed |= {SLOTS, READY, CHUNKS}
 
     @_apply.register
     def _(self, event: q.StepCompleted) -> None:
         data = self.data
         uids = [uid for chunk in data.chunks for share in chunk.shares for uid in share]
-        self.ledger.train(event.step, uids)
+        self.ledger.train(event.step, [data.groups[uid].ticket for uid in uids])
+        count_trained(data.histograms, event.summary)
         for uid in uids:
             self._remove_group(uid)
         data.chunks, data.num_assigned = [], 0
         data.version = event.step + 1
         data.last_summary = event.summary
-        self.changed |= {SLOTS, CHUNKS}
+        self.changed |= {SLOTS, READY, CHUNKS}
 
     @_apply.register
     def _(self, event: q.EvalClaimed) -> None:
@@ -245,7 +303,7 @@ class QueueState:
             self.data.ready_count += 1
             group.ready_order = self.data.ready_count
             self.window.set_ready(group.ticket.uid, group.deadline)
-            self.changed.add(CHUNKS)
+            self.changed.add(READY)
 
     def _assign(self, uid: str) -> None:
         group = self.data.groups[uid]
@@ -268,12 +326,37 @@ class QueueState:
     def _end_groups(self, uids: Iterable[str], reason: str) -> None:
         """Dispatch the prompts of groups again; a place in a chunk becomes a hole."""
         tickets: list[Ticket] = []
+        partials: dict[tuple[int, int], Partial] = {}
         for uid in uids:
-            tickets.append(self.data.groups[uid].ticket)
-            if self.data.groups[uid].phase is q.Phase.ASSIGNED:
+            group = self.data.groups[uid]
+            ticket = group.ticket
+            tickets.append(ticket)
+            if group.partial is not None:
+                partials[(ticket.epoch, ticket.prompt_index)] = group.partial
+                self.blocks.use(group.partial.block)
+            if group.phase is q.Phase.ASSIGNED:
                 self._make_hole(uid)
+            count_ended(self.data.histograms, reason, group.rows, ())
             self._remove_group(uid)
-        self.ledger.dispatch_again(tickets, reason, is_first=False)
+        for ticket in self.ledger.dispatch_again(tickets, reason, is_first=False):
+            partial = partials.pop((ticket.epoch, ticket.prompt_index), None)
+            if partial is not None:
+                self.data.ledger.partials[ticket.uid] = partial
+        for partial in partials.values():
+            self._release(partial.block)
+
+    def _set_partial(self, group: q.Group, partial: Partial | None) -> None:
+        if partial is not None:
+            self.blocks.use(partial.block)
+        if group.partial is not None:
+            self._release(group.partial.block)
+        group.partial = partial
+
+    def _discard_partials(self, is_bad: Callable[[Partial], bool]) -> None:
+        """Release saved tokens of prompts that wait for their next dispatch."""
+        partials = self.data.ledger.partials
+        for uid in [uid for uid, partial in partials.items() if is_bad(partial)]:
+            self._release(partials.pop(uid).block)
 
     def _make_hole(self, uid: str) -> None:
         for chunk in self.data.chunks:
@@ -288,37 +371,44 @@ class QueueState:
             self.data.num_assigned -= 1
         else:
             self.window.remove(uid, group.deadline)
-        for task in self.task_fields:
-            for row in group.rows:
-                self.pending[task].pop((uid, row.sample_index), None)
-                self.data.leases.pop(q.lease_key(task, uid, row.sample_index), None)
-        for segment in group.segments:
-            self._release_segment(segment)
-        self.changed |= {SLOTS, CHUNKS}
+        for pending in self.pending.values():
+            pending.pop(uid, None)
+        for block in group.blocks:
+            self._release(block)
+        self._set_partial(group, None)
+        self.changed |= {SLOTS, READY}
 
-    def _use_segment(self, group: q.Group, segment: Segment) -> None:
-        group.segments.append(segment)
-        self._segment_users[segment.name] += 1
+    def _use(self, group: q.Group, block: BlockRef) -> None:
+        group.blocks.append(block)
+        self.blocks.use(block)
 
-    def _release_segment(self, segment: Segment) -> None:
-        self._segment_users[segment.name] -= 1
-        if not self._segment_users[segment.name]:
-            del self._segment_users[segment.name]
-            self.data.garbage.setdefault(segment.node, set()).add(segment.name)
-            self.changed.add(GARBAGE)
+    def _release(self, block: BlockRef) -> None:
+        arena = self.blocks.release(block)
+        if arena is not None:
+            self.changed.add(free_signal(arena))
 
-    def has_segment(self, name: str) -> bool:
-        """True while a group in flight uses the segment."""
-        return name in self._segment_users
+    def _end_leases(self, group: q.Group, task: str, samples: set[int]) -> None:
+        """Nobody needs to work on these rows any more."""
+        leases = group.leased.get(task, {})
+        for client in list(leases):
+            leases[client] = [s for s in leases[client] if s not in samples]
+            if not leases[client]:
+                del leases[client]
+        left = [s for s in self.pending[task].get(group.ticket.uid, ()) if s not in samples]
+        if left:
+            self.pending[task][group.ticket.uid] = left
+        else:
+            self.pending[task].pop(group.ticket.uid, None)
 
     def _release_client(self, role: str, index: int) -> None:
         """Leases and claims of a process that is gone go back."""
         prefix = f"{role}/{index}/"
-        for key in [k for k, client in self.data.leases.items() if client.startswith(prefix)]:
-            del self.data.leases[key]
-            task, uid, sample = key.split(" ")
-            self.pending[task][(uid, int(sample))] = None
-            self.changed.add(ROWS)
+        for uid, group in self.data.groups.items():
+            for task, leases in group.leased.items():
+                for client in [c for c in leases if c.startswith(prefix)]:
+                    rows = self.pending[task].get(uid, []) + leases.pop(client)
+                    self.pending[task][uid] = sorted(rows)
+                    self.changed.add(ROWS)
         claims = self.data.eval_claims
         for version in [v for v, client in claims.items() if client.startswith(prefix)]:
             del claims[version]

@@ -10,6 +10,9 @@ step's end keeps it by itself (a = B then, and v grows by one). So no sample is 
 than S versions after its oldest token, and none has to be thrown away for its age.
 """
 
+import heapq
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 
@@ -19,10 +22,16 @@ class Window:
     def __init__(self, groups_per_step: int) -> None:
         self._per_step = groups_per_step
         self._counts: dict[int, int] = {}
-        self._ready: dict[int, dict[str, None]] = {}
+        self._ready: dict[int, OrderedDict[str, None]] = {}
+        self._num_ready = 0
 
     def __len__(self) -> int:
         return sum(self._counts.values())
+
+    @property
+    def num_ready(self) -> int:
+        """Ready groups that no chunk took."""
+        return self._num_ready
 
     def add(self, deadline: int) -> None:
         """A group was admitted (or returned from a chunk)."""
@@ -33,28 +42,50 @@ class Window:
         self._counts[deadline] -= 1
         if not self._counts[deadline]:
             del self._counts[deadline]
-        self._ready.get(deadline, {}).pop(uid, None)
+        ready = self._ready.get(deadline)
+        if ready is not None and uid in ready:
+            del ready[uid]
+            self._num_ready -= 1
+            if not ready:
+                del self._ready[deadline]
 
     def set_ready(self, uid: str, deadline: int) -> None:
         """All fields of the group are there."""
-        self._ready.setdefault(deadline, {})[uid] = None
+        ready = self._ready.setdefault(deadline, OrderedDict())
+        self._num_ready += uid not in ready
+        ready[uid] = None
 
     def reset_ready(self) -> None:
         """Forget the order of ready groups; the caller sets them ready again in a new order."""
-        self._ready = {}
+        self._ready, self._num_ready = {}, 0
 
     def room(self, version: int, assigned: int, deadline: int) -> int:
         """How many groups with this deadline can be admitted now."""
         last = max([deadline, *self._counts])
-        return min(
-            self._slack(version, assigned, k, self._counts) for k in range(deadline, last + 1)
+        return min(self._slack(version, assigned, k) for k in range(deadline, last + 1))
+
+    def can_lower(
+        self, version: int, assigned: int, low: int, high: int, others: Sequence[int]
+    ) -> bool:
+        """Whether one of several groups that fit with deadline `high` also fits with `low`.
+
+        Args:
+            version: current policy version.
+            assigned: groups assigned in this step.
+            low: the smaller deadline.
+            high: the deadline that `room` was asked for.
+            others: deadlines of those that were lowered before.
+        """
+        return low >= version and all(
+            self._slack(version, assigned, k) - sum(other <= k for other in others) > 0
+            for k in range(low, high)
         )
 
     def is_feasible(self, version: int, assigned: int) -> bool:
         """The invariant; for tests and assertions."""
         last = max(self._counts, default=version)
         return min(self._counts, default=version) >= version and all(
-            self._slack(version, assigned, k, self._counts) >= 0 for k in range(version, last + 1)
+            self._slack(version, assigned, k) >= 0 for k in range(version, last + 1)
         )
 
     def pick(self, num_groups: int, version: int, assigned: int) -> list[str]:
@@ -63,22 +94,29 @@ class Window:
         A group may be taken only if those with earlier deadlines that are still being generated
         keep their places in this and later steps.
         """
-        counts = dict(self._counts)
+        if self._num_ready < num_groups:
+            return []
         picked: list[str] = []
         for deadline in sorted(self._ready):
-            for uid in self._ready[deadline]:
-                if len(picked) == num_groups:
-                    return picked
-                ahead = assigned + len(picked) + 1
-                earlier = range(version, deadline)
-                if any(self._slack(version, ahead, k, counts) < 0 for k in earlier):
-                    return []
-                counts[deadline] -= 1
-                picked.append(uid)
-        return picked if len(picked) == num_groups else []
+            # What is picked with an earlier deadline takes a place and needs none any more: the
+            # slack of its own and later versions stays, that of earlier ones shrinks.
+            limit = num_groups
+            for k in range(version, deadline):
+                before = sum(len(ready) for d, ready in self._ready.items() if d <= k)
+                limit = min(limit, before + self._slack(version, assigned, k))
+            ready = self._ready[deadline]
+            picked += itertools.islice(ready, max(0, min(limit, num_groups) - len(picked)))
+            if len(picked) == num_groups:
+                return picked
+            if limit - len(picked) <= 0:
+                return []
+        return []
 
-    def _slack(self, version: int, assigned: int, k: int, counts: dict[int, int]) -> int:
-        in_flight = sum(count for deadline, count in counts.items() if deadline <= k)
+    def _slack(self, version: int, assigned: int, k: int) -> int:
+        in_flight = 0
+        for deadline, count in self._counts.items():
+            if deadline <= k:
+                in_flight += count
         return (k - version + 1) * self._per_step - assigned - in_flight
 
 
@@ -94,9 +132,10 @@ def balance(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
     """
     assert len(num_tokens) >= num_parts > 0, (len(num_tokens), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [(0, 0)] * num_parts  # (tokens, groups): an empty rank is always the lightest
+    # (is in use, tokens, groups, part): an empty rank is always the lightest.
+    loads = [(False, 0, 0, part) for part in range(num_parts)]
     for index in sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i)):
-        part = min(range(num_parts), key=lambda p: (bool(parts[p]), loads[p], p))
+        _, tokens, groups, part = loads[0]
         parts[part].append(index)
-        loads[part] = (loads[part][0] + num_tokens[index], loads[part][1] + 1)
+        heapq.heapreplace(loads, (True, tokens + num_tokens[index], groups + 1, part))
     return [sorted(part) for part in parts]

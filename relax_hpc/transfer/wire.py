@@ -1,4 +1,7 @@
-"""Messages of the services transfer and agent-NODE. Metadata only, payload is in segments."""
+"""Messages of the services transfer and agent-NODE. Metadata only, payload is in blocks.
+
+Rows of a group travel as columns: one list per property, not one struct per row.
+"""
 
 import dataclasses
 
@@ -57,13 +60,34 @@ class RowInfo(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str
 
 
-class GroupRows(msgspec.Struct, frozen=True):
-    """Rows of one group, and the segments that hold their fields."""
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """What the controller knows about samples of one group: columns of equal length."""
+
+    num_prompt_tokens: list[int]
+    num_tokens: list[int]
+    finish_reasons: list[str]
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def pick(self, places: list[int]) -> "Rows":
+        """Only these rows, in this order."""
+        return Rows(
+            [self.num_prompt_tokens[i] for i in places],
+            [self.num_tokens[i] for i in places],
+            [self.finish_reasons[i] for i in places],
+        )
+
+
+class GroupRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one group, and the blocks that hold their fields."""
 
     uid: str
     group_size: int
-    rows: list[RowInfo]
-    segments: list[Segment]
+    samples: list[int]
+    """Sample index of each row."""
+    rows: Rows
+    blocks: list[BlockRef]
 
 
 class OpenDataset(msgspec.Struct, frozen=True):
@@ -71,6 +95,8 @@ class OpenDataset(msgspec.Struct, frozen=True):
 
     num_prompts: int
     fingerprint: str
+    allow_changed: bool = False
+    """Go on with another data set than the run began with: its next epoch begins now."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -82,13 +108,15 @@ class Admit(msgspec.Struct, frozen=True):
     wait_s: float
 
 
-class Slot(msgspec.Struct, frozen=True):
+class Slot(msgspec.Struct, frozen=True, array_like=True):
     """A PromptSlot on the wire."""
 
     uid: str
     prompt_index: int
     epoch: int
     deadline_version: int
+    partial: BlockRef | None = None
+    """Tokens that an earlier dispatch of this prompt had generated (`SavePartial`)."""
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -98,31 +126,54 @@ class Admitted(msgspec.Struct, frozen=True):
     done: bool
 
 
-class PutGroup(msgspec.Struct, frozen=True):
-    """A finished group: its segment is already committed."""
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A finished group: its block is already committed. Row i is sample i."""
 
     uid: str
-    segment: Segment
-    rows: list[RowInfo]
+    block: BlockRef
+    rows: Rows
     oldest_version: int
     """Smallest token version of the group; -1 when it has no response token."""
+    newest_version: int = -1
+    """Largest token version of the group; -1: not told."""
+
+
+class PutGroups(msgspec.Struct, frozen=True):
+    """Finished groups; each is accepted or refused on its own."""
+
+    groups: list[GroupInfo]
 
 
 class PutFields(msgspec.Struct, frozen=True):
-    """One more field for rows: (group uid, sample index)."""
+    """One more field for rows: (group uid, sample indices)."""
 
     name: str
-    rows: list[tuple[str, int]]
-    segment: Segment
+    rows: list[tuple[str, list[int]]]
+    block: BlockRef
 
 
-class Stored(msgspec.Struct, frozen=True):
+class SavePartial(msgspec.Struct, frozen=True):
+    """Tokens of a group that is not finished; replaces what was saved for it before."""
+
+    uid: str
+    block: BlockRef
+    oldest_version: int
+    newest_version: int
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
     """Answer to a put."""
 
     is_kept: bool
-    """The controller references the segment; else the writer removes it."""
+    """The controller references the block; else the writer frees it."""
     is_wanted: bool
     """False: the group was dispatched again or trained meanwhile."""
+
+
+class StoredGroups(msgspec.Struct, frozen=True):
+    """Answer to PutGroups, in its order."""
+
+    results: list[Stored]
 
 
 class EndGroup(msgspec.Struct, frozen=True):
@@ -130,6 +181,8 @@ class EndGroup(msgspec.Struct, frozen=True):
 
     uid: str
     reason: str
+    response_tokens: list[int] = msgspec.field(default_factory=list)
+    """Lengths of its samples as far as they were generated, for the histograms of dropped ones."""
 
 
 class TakeRows(msgspec.Struct, frozen=True):
@@ -163,11 +216,28 @@ class TakenChunk(msgspec.Struct, frozen=True):
     groups: list[GroupRows] | None
 
 
+class LedgerCut(msgspec.Struct, frozen=True):
+    """The ledger as of one policy version, to be stored with the checkpoint of that version."""
+
+    step: int
+    data: bytes
+    digest: str
+    """xxh3-128 of `data`."""
+
+
+class CutLedger(msgspec.Struct, frozen=True):
+    """Ask for the cut of a policy version <= the current one."""
+
+    step: int
+
+
 class BeginTrain(msgspec.Struct, frozen=True):
     """The train step (re)starts at `step`; `key` makes a repeated message harmless."""
 
     key: str
     step: int
+    cut: LedgerCut | None = None
+    """From the loaded checkpoint; used when the journal is missing or older."""
 
 
 class CompleteStep(msgspec.Struct, frozen=True):
@@ -216,10 +286,31 @@ class Garbage(msgspec.Struct, frozen=True):
     names: list[str]
 
 
+class CollectFree(msgspec.Struct, frozen=True):
+    """A producer asks which blocks of its arena nobody will read again (long-poll)."""
+
+    arena: str
+    acked: list[tuple[str, int, int]]
+    """What it freed since: (extent, offset, epoch), not told again."""
+    wait_s: float
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Blocks that are free: (extent, offset, epoch)."""
+
+    blocks: list[tuple[str, int, int]]
+
+
 class FindOrphans(msgspec.Struct, frozen=True):
-    """Files of a node whose writer is dead: which of them does nobody reference?"""
+    """Extents of a node whose writer is dead: which of them does nobody reference?"""
 
     node: str
+    names: list[str]
+
+
+class Orphans(msgspec.Struct, frozen=True):
+    """Extents to remove; the controller forgot what was free inside them."""
+
     names: list[str]
 
 
@@ -227,7 +318,7 @@ class ReadPart(msgspec.Struct, frozen=True):
     """Read a part of a file in a node's shared memory."""
 
     area: str
-    """Folder inside the run's shared memory folder: segments or weights."""
+    """Folder inside the run's shared memory folder: arenas or weights."""
     name: str
     offset: int
     max_bytes: int
@@ -238,6 +329,20 @@ class Part(msgspec.Struct, frozen=True):
 
     data: bytes
     total: int
+
+
+Histogram = dict[int, int]
+"""Samples by bucket. Lengths: `length_bucket`; staleness: train steps."""
+
+
+def length_bucket(num_tokens: int) -> int:
+    """Bucket b holds lengths in [2^(b-1), 2^b); 0 is a bucket of its own."""
+    return num_tokens.bit_length()
+
+
+def arena_of(extent: str) -> str:
+    """Arena that an extent belongs to: its name without the number."""
+    return extent.rpartition(".")[0]
 
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +356,31 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     """Train version minus the oldest token version of each group, in train steps."""
     staleness_max: int
+    response_lengths: Histogram = msgspec.field(default_factory=dict)
+    staleness: Histogram = msgspec.field(default_factory=dict)
+
+
+class Histograms(msgspec.Struct, kw_only=True):
+    """Samples over the run, by response length; shows whether long ones are lost on the way."""
+
+    generated: Histogram = msgspec.field(default_factory=dict)
+    trained: Histogram = msgspec.field(default_factory=dict)
+    dropped: dict[str, Histogram] = msgspec.field(default_factory=dict)
+    """By reason; also what was generated and then dispatched again."""
+    staleness: Histogram = msgspec.field(default_factory=dict)
+    """Trained samples, by train version minus oldest token version."""
+
+
+class TaskStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows that lack the field of one task."""
+
+    waiting: int
+    """Nobody has taken them yet."""
+    leased: int
+    oldest_s: float
+    """Age of the oldest of both, since its put; 0 when there is none."""
+    is_stuck: bool
+    """`oldest_s` is beyond the limit: look into the log of that step."""
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,6 +410,24 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     evals_pending: list[int]
     evals_finished: list[int]
+    histograms: Histograms = msgspec.field(default_factory=Histograms)
+    tasks: dict[str, TaskStatus] = msgspec.field(default_factory=dict)
+    """Forward-only tasks, and `train`: ready groups that no chunk took."""
+    num_free: int = 0
+    """Blocks that are free and not yet acknowledged by their producer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """A block and who reads it, for error messages."""
+
+    ref: BlockRef
+    reader_node: str
+
+    def __str__(self) -> str:
+        r = self.ref
+        where = f"{r.nbytes} bytes at {r.offset} of {r.tier} extent {r.extent}, epoch {r.epoch}"
+        return f"block of {where}, node {r.node} (read on {self.reader_node})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class Simulation:
         self.slots: list[list[wire.Slot]] = [[], [], []]
         self.first_version: dict[str, int] = {}
         self.keys = 0
+        self.blocks = 0
         self.next_chunk = 0
         self.live: list[wire.GroupRows] = []
         self.trained: dict[int, list[str]] = {}
@@ -93,12 +94,18 @@ class Simulation:
         elif dice < 0.2:
             self.do(self.rules.return_group(wire.EndGroup(slot.uid, "aborted")))
         else:
-            rows = [wire.RowInfo(i, 1, self.chance.randint(2, 90), "stop") for i in (0, 1)]
-            segment = wire.Segment("n1", f"s-{slot.uid}", 1, "")
-            request = wire.PutGroup(slot.uid, segment, rows, self.first_version[slot.uid])
-            reply, events = self.rules.put_group(request)
+            lengths = [self.chance.randint(2, 90) for _ in range(2)]
+            reply, events = self.rules.put_group(self.group(slot.uid, lengths), 1.0)
             self.do(events)
             assert reply.is_kept or slot.uid not in self.data.groups
+
+    def block(self) -> wire.BlockRef:
+        self.blocks += 1
+        return wire.BlockRef("n1", f"arena.{self.blocks % 3}", 64 * self.blocks, 64, self.blocks, 7)
+
+    def group(self, uid: str, lengths: list[int]) -> wire.GroupInfo:
+        rows = wire.Rows([1] * len(lengths), lengths, ["stop"] * len(lengths))
+        return wire.GroupInfo(uid, self.block(), rows, self.first_version[uid])
 
     def kill_engine(self, engine: int) -> None:
         name = f"rollout/{engine}"
@@ -113,9 +120,8 @@ class Simulation:
         )
         if event is not None:
             self.do([event])
-            segment = wire.Segment("n1", f"f-{task}-{self.key()}", 1, "")
             name = self.config.task_fields[task]
-            _, events = self.rules.put_fields(wire.PutFields(name, event.rows, segment))
+            _, events = self.rules.put_fields(wire.PutFields(name, event.rows, self.block()))
             self.do(events)
 
     # -- train
@@ -198,8 +204,8 @@ class Simulation:
         ledger = self.data.ledger
         places = [(t.epoch, t.prompt_index) for t in ledger.again]
         places += [(g.ticket.epoch, g.ticket.prompt_index) for g in self.data.groups.values()]
-        for uids in ledger.trained.values():
-            places += [(int(u.split(".")[0]), int(u.split(".")[1])) for u in uids]
+        for packed in ledger.trained.values():
+            places += [(t.epoch, t.prompt_index) for t in packed.unpack()]
         assert len(places) == len(set(places)), "a prompt is in two places"
         assert len(places) + sum(ledger.dropped.values()) == ledger.position
 
@@ -207,11 +213,8 @@ class Simulation:
 def _canonical(text: bytes) -> object:
     """Sets come in any order."""
     tree = msgspec.json.decode(text)
-    for names in tree["garbage"].values():
-        names.sort()
-    for group in tree["groups"].values():
-        for samples in group["missing"].values():
-            samples.sort()
+    for blocks in tree["free"].values():
+        blocks.sort()
     return tree
 
 
@@ -228,14 +231,16 @@ def test_no_group_is_ever_trained_beyond_the_bound_and_none_is_lost(
         if run.rules.is_done:
             break
     run.check_every_prompt_is_in_one_place()
-    assert run.rules.is_done, f"stuck: {run.rules.status()}"
+    assert run.rules.is_done, f"stuck: {run.rules.status(2.0)}"
     assert min(run.staleness) >= 0 and max(run.staleness) <= max_staleness
-    assert run.data.ledger.trained == run.trained
+    assert {
+        s: run.rules.state.ledger.trained_uids(s) for s in run.data.ledger.trained
+    } == run.trained
     assert sorted(run.trained) == list(range(config.train_steps))
     prompts = [tuple(u.split(".")[:2]) for uids in run.trained.values() for u in uids]
     assert len(prompts) == len(set(prompts)) == config.train_steps * config.groups_per_step
     assert not run.data.groups, "near the end no more is admitted than can be trained"
-    assert not run.rules.state._segment_users and not run.data.leases
+    assert not len(run.rules.state.blocks)
 
 
 def test_capacity_after_a_resume_at_version_50() -> None:
@@ -245,7 +250,7 @@ def test_capacity_after_a_resume_at_version_50() -> None:
     request = wire.Admit("k", 50, 1000, 0.0)
     event = run.rules.admit(_caller("rollout"), request)
     assert event is not None and len(event.tickets) == 24
-    assert run.rules.status().capacity == 24
+    assert run.rules.status(2.0).capacity == 24
     run.do([event])
     assert run.rules.admit(_caller("rollout", 1), wire.Admit("l", 50, 1, 0.0)) is None
 
@@ -307,7 +312,7 @@ def test_a_new_attempt_dispatches_everything_in_flight_again() -> None:
     in_flight = {(g.ticket.epoch, g.ticket.prompt_index) for g in run.data.groups.values()}
     assert in_flight
     run.do([q.AttemptBegun(2)])
-    assert not run.data.groups and not run.data.garbage
+    assert not run.data.groups and not run.data.free
     assert {(t.epoch, t.prompt_index) for t in run.data.ledger.again} >= in_flight
     run.check_every_prompt_is_in_one_place()
 
@@ -351,7 +356,9 @@ def test_a_known_death_releases_prompts_and_leases_at_once() -> None:
     run.do([q.ProducerLost("rollout", 0, 1), q.ProducerLost("ref", 0, 1)])
     assert all(g.phase is not q.Phase.GENERATING for g in run.data.groups.values())
     assert run.data.ledger.redispatched.get("producer_lost", 0) == generating
-    assert set(taken.rows) <= set(run.rules.state.pending["ref"]) and not run.data.leases
+    pending = run.rules.state.pending["ref"]
+    assert all(set(samples) <= set(pending[uid]) for uid, samples in taken.rows)
+    assert not any(leases for g in run.data.groups.values() for leases in g.leased.values())
     run.check_every_prompt_is_in_one_place()
 
 
@@ -384,9 +391,8 @@ def test_samples_older_than_their_admission_are_generated_again() -> None:
     run.engines[0] = 4
     run.admit(0)
     slot = run.slots[0][0]
-    rows = [wire.RowInfo(i, 1, 9, "stop") for i in (0, 1)]
-    segment = wire.Segment("n1", "s", 1, "")
-    reply, events = run.rules.put_group(wire.PutGroup(slot.uid, segment, rows, 3))
+    info = msgspec.structs.replace(run.group(slot.uid, [9, 9]), oldest_version=3)
+    reply, events = run.rules.put_group(info, 1.0)
     run.do(events)
     assert not reply.is_wanted and slot.uid not in run.data.groups
     assert run.data.ledger.redispatched["older_than_admitted"] == 1
