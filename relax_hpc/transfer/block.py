@@ -19,14 +19,15 @@ handed out as slices of one array. Nothing in a block needs to be unpickled.
 
 import functools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
 from relax_hpc.errors import StaleEpochError, TransferError
+from relax_hpc.records import Fields, FieldValue
 from relax_hpc.transfer.wire import BlockRef
 
 MAGIC = b"RLXBLK1\n"
@@ -46,12 +47,8 @@ _SAMPLE_BYTES = 4 << 10
 _KINDS = "biufc"
 """Numeric dtypes only: nothing that needs unpickling."""
 
-FieldValue: TypeAlias = "np.ndarray | bytes | str | dict[str, Any]"
-"""An array, bytes, a text, or a dict of them (of any depth)."""
-Rows = dict[tuple[str, int], dict[str, Any]]
+Rows = dict[tuple[str, int], Fields]
 """(uid, sample index) -> field name -> value."""
-Check = Callable[[np.ndarray], int]
-"""Looks at a piece of a column: index of the first element it refuses, -1 if it accepts all."""
 
 
 class Entry(NamedTuple):
@@ -61,6 +58,26 @@ class Entry(NamedTuple):
     sample_index: int
     name: str
     value: FieldValue
+
+
+class Columns(NamedTuple):
+    """Fields of many rows, to be written: cheaper than an Entry for each."""
+
+    rows: Sequence[tuple[str, int]]
+    """(uid, sample index), each once."""
+    values: "Mapping[str, Sequence[FieldValue | None]]"
+    """By field name one value for each row; None: the row does not have the field."""
+
+
+class Span(NamedTuple):
+    """Where a column lies in a block, for those who hash it while it arrives."""
+
+    start: int
+    """From the start of the block, in bytes."""
+    end: int
+    digest: int
+    name: str
+    uids: tuple[str, ...]
 
 
 class _ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -167,26 +184,24 @@ def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
 class BlockPlan:
     """What a block will hold, and its exact size. Keeps the values alive until it is written."""
 
-    __slots__ = ("columns", "entries", "header", "keys", "nbytes", "payload_start")
+    __slots__ = ("columns", "header", "keys", "nbytes", "payload_start", "source")
 
-    def __init__(
-        self, entries: Sequence[Entry], keys: list[tuple[str, int]], columns: list[_Column]
-    ) -> None:
-        self.entries = entries
-        self.keys = keys
+    def __init__(self, source: Columns, columns: list[_Column]) -> None:
+        self.source = source
+        self.keys = source.rows
         self.columns = columns
         offset = 0
         for column in columns:
             column.offset = offset
             offset += _aligned(column.nbytes)
-        self.header = msgspec.msgpack.encode(_header(keys, columns))
+        self.header = msgspec.msgpack.encode(_header(self.keys, columns))
         header_end = PREFIX_BYTES + len(self.header) + _EPOCH.size * len(columns)
         self.payload_start = _aligned(header_end)
         self.nbytes = self.payload_start + offset
         """Size of the block in bytes."""
 
     def place(self, column: _Column, element: int) -> tuple[str, int]:
-        """Return (uid, sample index) of the row that an element of a column belongs to."""
+        """Return (uid, sample index) of the first row that an element of a column belongs to."""
         end = 0
         for item, flat in enumerate(column.flats):
             end += flat.size
@@ -195,80 +210,104 @@ class BlockPlan:
         raise AssertionError(f"element {element} of {end}")
 
 
-def plan_block(entries: Sequence[Entry]) -> BlockPlan:
+def plan_block(source: Columns | Sequence[Entry]) -> BlockPlan:
     """Lay out a block. Copies nothing (except values that are not contiguous).
 
     Raises:
         TransferError: a value is not numeric, or a field is given twice; names uid and field.
     """
+    if not isinstance(source, Columns):
+        source = _columns_of(source)
+    num_rows = len(source.rows)
+    if len(set(source.rows)) != num_rows:
+        raise TransferError(f"rows are given twice: {source.rows}")
+    planner = _Planner(source.rows)
+    for name, values in source.values.items():
+        if len(values) != num_rows:
+            raise TransferError(f"field {name}: {len(values)} values for {num_rows} rows")
+        planner.add_values((name,), values)
+    return BlockPlan(source, list(planner.columns.values()))
+
+
+def _columns_of(entries: Sequence[Entry]) -> Columns:
     rows: dict[tuple[str, int], int] = {}
-    columns: dict[tuple[object, ...], _Column] = {}
-    seen: set[tuple[int, str]] = set()
-    for entry in entries:
-        uid, sample_index, name, value = entry
-        row = rows.setdefault((uid, sample_index), len(rows))
-        if (row, name) in seen:
-            raise TransferError(f"group {uid} sample {sample_index}: field {name} is given twice")
-        seen.add((row, name))
-        if type(value) is dict:
-            _add_dict(columns, row, entry, (name,), value)
+    for uid, sample_index, _, _ in entries:
+        rows.setdefault((uid, sample_index), len(rows))
+    values: dict[str, list[FieldValue | None]] = {}
+    for uid, sample_index, name, value in entries:
+        column = values.setdefault(name, [None] * len(rows))
+        row = rows[uid, sample_index]
+        if value is None or column[row] is not None:
+            fault = "is None" if value is None else "is given twice"
+            raise TransferError(f"group {uid} sample {sample_index}: field {name} {fault}")
+        column[row] = value
+    return Columns(list(rows), values)
+
+
+class _Planner:
+    """Sorts values into columns."""
+
+    def __init__(self, keys: Sequence[tuple[str, int]]) -> None:
+        self._keys = keys
+        self.columns: dict[tuple[object, ...], _Column] = {}
+
+    def add_values(self, path: tuple[str, ...], values: "Sequence[FieldValue | None]") -> None:
+        column: _Column | None = None
+        for row, value in enumerate(values):
+            if type(value) is not np.ndarray:
+                if value is not None:
+                    self._add(row, path, value)
+            elif column is not None and value.dtype is column.dtype and value.ndim == column.ndim:
+                column.add(row, value, value.reshape(-1), value.shape)
+            else:
+                column = self._add(row, path, value)
+
+    def _add(self, row: int, path: tuple[str, ...], value: object) -> _Column:
+        if isinstance(value, dict):
+            return self._add_dict(row, path, value)
+        if isinstance(value, bytes | str):
+            kind = "bytes" if isinstance(value, bytes) else "str"
+            data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+            array = np.frombuffer(data, np.uint8)
         else:
-            _add(columns, row, entry, (name,), value)
-    return BlockPlan(entries, list(rows), list(columns.values()))
-
-
-def _add(
-    columns: dict[tuple[object, ...], _Column],
-    row: int,
-    entry: Entry,
-    path: tuple[str, ...],
-    value: object,
-) -> None:
-    if isinstance(value, bytes | str):
-        kind = "bytes" if isinstance(value, bytes) else "str"
-        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
-        flat = np.frombuffer(data, np.uint8)
-        shape: tuple[int, ...] = flat.shape
-    else:
-        kind, array = "array", np.asarray(value)
+            kind, array = "array", np.asarray(value)
         if array.dtype.kind not in _KINDS:
             raise TransferError(
-                f"group {entry.uid} sample {entry.sample_index}: field {'.'.join(path)} has dtype "
-                f"{array.dtype}; put numeric arrays, bytes, texts or dicts of them"
+                f"{self._where(row, path)} has dtype {array.dtype}; put numeric arrays, bytes, "
+                "texts or dicts of them"
             )
-        flat, shape = array.reshape(-1), array.shape
-    dtype = flat.dtype
-    key = (path, kind, dtype.num, dtype.byteorder, len(shape))
-    column = columns.get(key)
-    if column is None:
-        column = columns[key] = _Column(path, kind, dtype, len(shape))
-    column.add(row, value, flat, shape)
+        column = self._column(path, kind, array.dtype, array.ndim)
+        column.add(row, value, array.reshape(-1), array.shape)
+        return column
 
-
-def _add_dict(
-    columns: dict[tuple[object, ...], _Column],
-    row: int,
-    entry: Entry,
-    path: tuple[str, ...],
-    value: dict[str, Any],
-) -> None:
-    if not value:
-        column = columns.setdefault((path, "dict"), _Column(path, "dict", np.dtype("u1"), 0))
+    def _add_dict(self, row: int, path: tuple[str, ...], value: dict[Any, Any]) -> _Column:
+        column = self._column(path, "dict", np.dtype(np.uint8), 0)
         column.rows.append(row)
         column.items.append(0)
-    for key, inner in value.items():
-        if not isinstance(key, str):
-            raise TransferError(
-                f"group {entry.uid} sample {entry.sample_index}: field {'.'.join(path)} has the "
-                f"key {key!r}; keys must be texts"
-            )
-        if isinstance(inner, dict):
-            _add_dict(columns, row, entry, (*path, key), inner)
-        else:
-            _add(columns, row, entry, (*path, key), inner)
+        for key, inner in value.items():
+            if not isinstance(key, str) or inner is None:
+                raise TransferError(
+                    f"{self._where(row, path)}: {key!r} is {type(inner).__name__}; keys must be "
+                    "texts, values arrays, bytes, texts or dicts"
+                )
+            self._add(row, (*path, key), inner)
+        return column
+
+    def _column(
+        self, path: tuple[str, ...], kind: str, dtype: "np.dtype[Any]", ndim: int
+    ) -> _Column:
+        key = (path, kind, dtype.num, dtype.byteorder, ndim)
+        column = self.columns.get(key)
+        if column is None:
+            column = self.columns[key] = _Column(path, kind, dtype, ndim)
+        return column
+
+    def _where(self, row: int, path: tuple[str, ...]) -> str:
+        uid, sample_index = self._keys[row]
+        return f"group {uid} sample {sample_index}: field {'.'.join(path)}"
 
 
-def _header(keys: list[tuple[str, int]], columns: list[_Column]) -> _Header:
+def _header(keys: Sequence[tuple[str, int]], columns: list[_Column]) -> _Header:
     numbers: dict[str, int] = {}
     uid_of_row = [numbers.setdefault(uid, len(numbers)) for uid, _ in keys]
     return _Header(
@@ -289,7 +328,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def write_block(
-    plan: BlockPlan, view: memoryview, epoch: int, checks: Mapping[str, Check] | None = None
+    plan: BlockPlan, view: memoryview, epoch: int, check_finite: Collection[str] = ()
 ) -> int:
     """Copy a planned block into memory and commit it.
 
@@ -297,14 +336,14 @@ def write_block(
         plan: from `plan_block`.
         view: at least `plan.nbytes` writable bytes that start at a multiple of 64.
         epoch: number of the block, > 0; stored last.
-        checks: by field name, what the values of an array column must pass, e.g.
-            `{"rollout_logprobs": first_not_finite}`.
+        check_finite: fields that must not hold NaN or infinity; looked at once a column, while
+            the piece is in the cache.
 
     Returns:
         The digest for the BlockRef.
 
     Raises:
-        TransferError: a check refused a value (names uid, field and value); the block is not
+        TransferError: a value is not finite (names uid, field and value); the block is not
             committed and its memory may be used again.
     """
     _PREFIX.pack_into(
@@ -314,16 +353,16 @@ def write_block(
     payload = np.frombuffer(view, np.uint8)[plan.payload_start : plan.nbytes]
     digests = []
     for column in plan.columns:
-        check = checks.get(column.path[0]) if checks else None
+        is_checked = column.path[0] in check_finite and column.kind == "array"
         target = payload[column.offset : column.offset + column.nbytes].view(column.dtype)
-        digests.append(_write_column(plan, column, target, check))
+        digests.append(_write_column(plan, column, target, is_checked))
     header = plan.header + struct.pack(f"<{len(digests)}Q", *digests)
     view[PREFIX_BYTES : PREFIX_BYTES + len(header)] = header
     _EPOCH.pack_into(view, _EPOCH_AT, epoch)
     return xxhash.xxh3_64_intdigest(header)
 
 
-def _write_column(plan: BlockPlan, column: _Column, target: np.ndarray, check: Check | None) -> int:
+def _write_column(plan: BlockPlan, column: _Column, target: np.ndarray, is_checked: bool) -> int:
     """Copy, hash and check one column; returns its digest."""
     digest = xxhash.xxh3_64()
     begin = 0
@@ -335,10 +374,8 @@ def _write_column(plan: BlockPlan, column: _Column, target: np.ndarray, check: C
         else:
             piece[...] = batch[0]
         digest.update(piece.data)
-        if check is not None and column.kind == "array":
-            bad = check(piece)
-            if bad >= 0:
-                raise _refused(plan, column, begin + bad, piece[bad])
+        if is_checked and (bad := _first_not_finite(piece)) >= 0:
+            raise _refused(plan, column, begin + bad, piece[bad])
         begin = end
     return digest.intdigest()
 
@@ -364,14 +401,14 @@ def _batches(flats: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
 
 def _refused(plan: BlockPlan, column: _Column, element: int, value: object) -> TransferError:
     uid, sample_index = plan.place(column, element)
-    what = "is not finite" if value != value or value in (np.inf, -np.inf) else "is refused"
+    field = ".".join(column.path)
     return TransferError(
-        f"group {uid} sample {sample_index}: {'.'.join(column.path)} {what}: it holds {value}"
+        f"group {uid} sample {sample_index}: {field} is not finite: it holds {value}"
     )
 
 
-def first_not_finite(values: np.ndarray) -> int:
-    """A check: index of the first NaN or infinity of a float array, else -1."""
+def _first_not_finite(values: np.ndarray) -> int:
+    """Index of the first NaN or infinity of an array, else -1."""
     if values.dtype.kind not in "fc" or values.size == 0:
         return -1
     # A sum of squares is finite only if every term is; it reads each value once and stores none.
@@ -404,9 +441,9 @@ def check_commit(buffer: memoryview, ref: BlockRef, where: str) -> None:
         )
 
 
-def mark_free(view: memoryview) -> None:
-    """Make every reference to the block at the start of `view` stale."""
-    _EPOCH.pack_into(view, _EPOCH_AT, NOT_COMMITTED)
+def mark_free(view: memoryview, offset: int) -> None:
+    """Make every reference to the block at `offset` stale."""
+    _EPOCH.pack_into(view, offset + _EPOCH_AT, NOT_COMMITTED)
 
 
 def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -> Rows:
@@ -443,6 +480,22 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
         raise TransferError(f"{_name(ref, where)}: header contradicts itself: {err}") from err
     check_commit(buffer, ref, where)
     return dict(zip(keys, values, strict=True))
+
+
+def column_spans(buffer: memoryview, ref: BlockRef, where: str) -> list[Span]:
+    """Return where the columns lie, from a block of which only the header has arrived.
+
+    Raises:
+        StaleEpochError: it is another block.
+        TransferError: the header is corrupt.
+    """
+    header, digests, start = _read_header(buffer, ref, where)
+    spans = []
+    for column, digest in zip(header.columns, digests, strict=True):
+        begin = start + column.offset
+        name = ".".join(column.path)
+        spans.append(Span(begin, begin + column.nbytes, digest, name, tuple(header.uids)))
+    return spans
 
 
 def _name(ref: BlockRef, where: str) -> str:
