@@ -24,7 +24,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +38,7 @@ from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import (
     ALIGN,
     BlockPlan,
+    Check,
     Columns,
     Entry,
     mark_free,
@@ -253,29 +254,31 @@ class Arena:
         entries: Columns | Sequence[Entry],
         *,
         timeout_s: float,
-        check_finite: Collection[str] = (),
+        checks: Mapping[str, Check] | None = None,
     ) -> BlockRef:
         """Write one block and return its reference; nobody knows of it before that.
 
         Args:
             entries: fields of one group (or one field of several rows).
             timeout_s: how long to wait for memory.
-            check_finite: see `write_block`.
+            checks: see `write_block`.
 
         Raises:
             ArenaFullError: no memory became free in time; says how much there is of what.
             TransferError: a value was refused. In both cases nothing is left behind.
         """
-        return self.put_many([entries], timeout_s=timeout_s, check_finite=check_finite)[0]
+        return self.put_many(
+            [entries], timeout_s=timeout_s, checks=None if checks is None else [checks]
+        )[0]
 
     def put_many(
         self,
         groups: Sequence[Columns | Sequence[Entry]],
         *,
         timeout_s: float,
-        check_finite: Collection[str] = (),
+        checks: Sequence[Mapping[str, Check]] | None = None,
     ) -> list[BlockRef]:
-        """Write one block for each group, all or none: see `put`."""
+        """Write one block for each group, all or none: see `put`. `checks`: one for each group."""
         if os.getpid() != self._owner.pid:
             raise TransferError(
                 f"arena {self.name} belongs to process {self._owner.pid}, this is {os.getpid()}: "
@@ -288,8 +291,8 @@ class Arena:
             blocks = self._allocate(sizes, deadline)
             refs: list[BlockRef] = []
             try:
-                for plan, block in zip(plans, blocks, strict=True):
-                    refs.append(self._write(plan, block, check_finite))
+                for index, (plan, block) in enumerate(zip(plans, blocks, strict=True)):
+                    refs.append(self._write(plan, block, checks[index] if checks else None))
                 return refs
             except BaseException as err:
                 self._give_up(blocks, refs)
@@ -345,23 +348,21 @@ class Arena:
     # -- writing ------------------------------------------------------------------------------
 
     def _write(
-        self, plan: BlockPlan, block: _Block | None, check_finite: Collection[str]
+        self, plan: BlockPlan, block: _Block | None, checks: Mapping[str, Check] | None
     ) -> BlockRef:
         if block is None:
-            return self._write_to_spill(plan, check_finite)
+            return self._write_to_spill(plan, checks)
         offset, extent = block.offset, block.extent
-        digest = write_block(
-            plan, extent.view[offset : offset + block.nbytes], block.epoch, check_finite
-        )
+        digest = write_block(plan, extent.view[offset : offset + block.nbytes], block.epoch, checks)
         return BlockRef(self._agent.node, extent.name, offset, plan.nbytes, block.epoch, digest)
 
-    def _write_to_spill(self, plan: BlockPlan, check_finite: Collection[str]) -> BlockRef:
+    def _write_to_spill(self, plan: BlockPlan, checks: Mapping[str, Check] | None) -> BlockRef:
         assert self._spill is not None
         with self._changed:
             self._epoch += 1
             epoch = self._epoch
         image = memoryview(bytearray(plan.nbytes))
-        digest = write_block(plan, image, epoch, check_finite)
+        digest = write_block(plan, image, epoch, checks)
         ref = self._spill.append(image, epoch=epoch, digest=digest)
         with self._changed:
             self._spilled_bytes += plan.nbytes

@@ -17,9 +17,8 @@ handed out as slices of one array. Nothing in a block needs to be unpickled.
     rows["0.7.0", 0]["tokens"]          # a read-only view into `memory`
 """
 
-import functools
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +27,7 @@ import xxhash
 
 from relax_hpc.errors import StaleEpochError, TransferError
 from relax_hpc.records import Fields, FieldValue
+from relax_hpc.transfer.column import KINDS, BlockHeader, Column, ColumnHeader, rows_of, values_of
 from relax_hpc.transfer.wire import BlockRef
 
 MAGIC = b"RLXBLK1\n"
@@ -42,11 +42,12 @@ _EPOCH_AT = 8
 _CHUNK_BYTES = 256 << 10
 """Copy and hash go in pieces that stay in a core's cache: 86 % of a plain copy's speed, 47 % when
 everything is copied first and hashed afterwards."""
-_DEDUP_BYTES = 64 << 10
-_SAMPLE_BYTES = 4 << 10
-_KINDS = "biufc"
-"""Numeric dtypes only: nothing that needs unpickling."""
+_xxh3: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+"""Typed for arrays, which are buffers too."""
+_NOTHING = np.empty(0, np.uint8)
 
+Check = Callable[[np.ndarray], int]
+"""Looks at a piece of a column: index of the first element that it refuses, -1 to accept all."""
 Rows = dict[tuple[str, int], Fields]
 """(uid, sample index) -> field name -> value."""
 
@@ -80,105 +81,9 @@ class Span(NamedTuple):
     uids: tuple[str, ...]
 
 
-class _ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
-    path: tuple[str, ...]
-    """Name of the field, and the keys below it when the value is a dict."""
-    kind: str
-    """array, bytes, str or dict (an empty one)."""
-    dtype: str
-    ndim: int
-    offset: int
-    """In the payload."""
-    nbytes: int
-    shapes: list[int]
-    """`ndim` numbers an item; length in bytes of bytes and str."""
-    rows: list[int]
-    """Row of each value; empty: one value for each row, in order."""
-    items: list[int]
-    """Item of each value; empty: each has its own. Equal values are stored once."""
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    uids: list[str]
-    uid_of_row: list[int]
-    """Empty when there is only one uid."""
-    samples: list[int]
-    columns: list[_ColumnHeader]
-
-
 # ---------------------------------------------------------------------------------------------
 # Planning
 # ---------------------------------------------------------------------------------------------
-
-
-class _Column:
-    """Values of one field with the same kind, dtype and rank."""
-
-    __slots__ = (
-        "by_id", "by_sample", "dtype", "flats", "items", "kind", "nbytes", "ndim", "offset",
-        "path", "rows", "shapes",
-    )  # fmt: skip
-
-    def __init__(self, path: tuple[str, ...], kind: str, dtype: np.dtype[Any], ndim: int) -> None:
-        self.path = path
-        self.kind = kind
-        self.dtype = dtype
-        self.ndim = ndim
-        self.flats: list[np.ndarray] = []
-        self.shapes: list[int] = []
-        self.rows: list[int] = []
-        self.items: list[int] = []
-        self.nbytes = 0
-        self.offset = 0
-        self.by_id: dict[int, int] = {}
-        self.by_sample: dict[tuple[object, ...], list[int]] = {}
-
-    def add(self, row: int, source: object, flat: np.ndarray, shape: tuple[int, ...]) -> None:
-        self.rows.append(row)
-        known = self.by_id.get(id(source))
-        if known is None and flat.nbytes >= _DEDUP_BYTES:
-            known = self._find_equal(flat, shape)
-        if known is None:
-            known = len(self.flats)
-            self.flats.append(flat)
-            self.shapes.extend(shape)
-            self.nbytes += flat.nbytes
-        self.by_id[id(source)] = known
-        self.items.append(known)
-
-    def _find_equal(self, flat: np.ndarray, shape: tuple[int, ...]) -> int | None:
-        """Item with the same bytes; registers the value when there is none."""
-        data = flat.view(np.uint8)
-        middle = data.size // 2
-        places = (0, middle, data.size - _SAMPLE_BYTES)
-        key = (
-            shape,
-            *(xxhash.xxh3_64_intdigest(data[at : at + _SAMPLE_BYTES].data) for at in places),
-        )
-        candidates = self.by_sample.setdefault(key, [])
-        for item in candidates:
-            if _is_same(self.flats[item], flat):
-                return item
-        candidates.append(len(self.flats))
-        return None
-
-    def header(self, num_rows: int) -> _ColumnHeader:
-        return _ColumnHeader(
-            path=self.path,
-            kind=self.kind,
-            dtype=self.dtype.str,
-            ndim=self.ndim,
-            offset=self.offset,
-            nbytes=self.nbytes,
-            shapes=self.shapes,
-            rows=[] if self.rows == list(range(num_rows)) else self.rows,
-            items=[] if len(self.flats) == len(self.items) else self.items,
-        )
-
-
-def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Equal bytes; NaNs and the two zeros are told apart."""
-    return bool(xxhash.xxh3_128_digest(one.data) == xxhash.xxh3_128_digest(other.data))
 
 
 class BlockPlan:
@@ -186,7 +91,7 @@ class BlockPlan:
 
     __slots__ = ("columns", "header", "keys", "nbytes", "payload_start", "source")
 
-    def __init__(self, source: Columns, columns: list[_Column]) -> None:
+    def __init__(self, source: Columns, columns: list[Column]) -> None:
         self.source = source
         self.keys = source.rows
         self.columns = columns
@@ -199,15 +104,6 @@ class BlockPlan:
         self.payload_start = _aligned(header_end)
         self.nbytes = self.payload_start + offset
         """Size of the block in bytes."""
-
-    def place(self, column: _Column, element: int) -> tuple[str, int]:
-        """Return (uid, sample index) of the first row that an element of a column belongs to."""
-        end = 0
-        for item, flat in enumerate(column.flats):
-            end += flat.size
-            if element < end:
-                return self.keys[column.rows[column.items.index(item)]]
-        raise AssertionError(f"element {element} of {end}")
 
 
 def plan_block(source: Columns | Sequence[Entry]) -> BlockPlan:
@@ -249,20 +145,19 @@ class _Planner:
 
     def __init__(self, keys: Sequence[tuple[str, int]]) -> None:
         self._keys = keys
-        self.columns: dict[tuple[object, ...], _Column] = {}
+        self.columns: dict[tuple[object, ...], Column] = {}
 
     def add_values(self, path: tuple[str, ...], values: "Sequence[FieldValue | None]") -> None:
-        column: _Column | None = None
+        """Add a field: one value for each row, None where it is missing."""
+        column = Column.of_all_rows(path, values)
+        if column is not None:
+            self.columns[path] = column
+            return
         for row, value in enumerate(values):
-            if type(value) is not np.ndarray:
-                if value is not None:
-                    self._add(row, path, value)
-            elif column is not None and value.dtype is column.dtype and value.ndim == column.ndim:
-                column.add(row, value, value.reshape(-1), value.shape)
-            else:
-                column = self._add(row, path, value)
+            if value is not None:
+                self._add(row, path, value)
 
-    def _add(self, row: int, path: tuple[str, ...], value: object) -> _Column:
+    def _add(self, row: int, path: tuple[str, ...], value: object) -> Column:
         if isinstance(value, dict):
             return self._add_dict(row, path, value)
         if isinstance(value, bytes | str):
@@ -271,7 +166,7 @@ class _Planner:
             array = np.frombuffer(data, np.uint8)
         else:
             kind, array = "array", np.asarray(value)
-        if array.dtype.kind not in _KINDS:
+        if array.dtype.kind not in KINDS:
             raise TransferError(
                 f"{self._where(row, path)} has dtype {array.dtype}; put numeric arrays, bytes, "
                 "texts or dicts of them"
@@ -280,7 +175,7 @@ class _Planner:
         column.add(row, value, array.reshape(-1), array.shape)
         return column
 
-    def _add_dict(self, row: int, path: tuple[str, ...], value: dict[Any, Any]) -> _Column:
+    def _add_dict(self, row: int, path: tuple[str, ...], value: dict[Any, Any]) -> Column:
         column = self._column(path, "dict", np.dtype(np.uint8), 0)
         column.rows.append(row)
         column.items.append(0)
@@ -295,11 +190,11 @@ class _Planner:
 
     def _column(
         self, path: tuple[str, ...], kind: str, dtype: "np.dtype[Any]", ndim: int
-    ) -> _Column:
+    ) -> Column:
         key = (path, kind, dtype.num, dtype.byteorder, ndim)
         column = self.columns.get(key)
         if column is None:
-            column = self.columns[key] = _Column(path, kind, dtype, ndim)
+            column = self.columns[key] = Column(path, kind, dtype, ndim)
         return column
 
     def _where(self, row: int, path: tuple[str, ...]) -> str:
@@ -307,10 +202,10 @@ class _Planner:
         return f"group {uid} sample {sample_index}: field {'.'.join(path)}"
 
 
-def _header(keys: Sequence[tuple[str, int]], columns: list[_Column]) -> _Header:
+def _header(keys: Sequence[tuple[str, int]], columns: list[Column]) -> BlockHeader:
     numbers: dict[str, int] = {}
     uid_of_row = [numbers.setdefault(uid, len(numbers)) for uid, _ in keys]
-    return _Header(
+    return BlockHeader(
         uids=list(numbers),
         uid_of_row=uid_of_row if len(numbers) > 1 else [],
         samples=[sample for _, sample in keys],
@@ -328,7 +223,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def write_block(
-    plan: BlockPlan, view: memoryview, epoch: int, check_finite: Collection[str] = ()
+    plan: BlockPlan, view: memoryview, epoch: int, checks: Mapping[str, Check] | None = None
 ) -> int:
     """Copy a planned block into memory and commit it.
 
@@ -336,48 +231,68 @@ def write_block(
         plan: from `plan_block`.
         view: at least `plan.nbytes` writable bytes that start at a multiple of 64.
         epoch: number of the block, > 0; stored last.
-        check_finite: fields that must not hold NaN or infinity; looked at once a column, while
-            the piece is in the cache.
+        checks: by field name, who looks at the values of arrays while they are in the cache, for
+            example `{"rollout_logprobs": first_not_finite}`.
 
     Returns:
         The digest for the BlockRef.
 
     Raises:
-        TransferError: a value is not finite (names uid, field and value); the block is not
+        TransferError: a check refused a value (names uid, field and value); the block is not
             committed and its memory may be used again.
     """
     _PREFIX.pack_into(
         view, 0, MAGIC, NOT_COMMITTED, plan.nbytes,
         len(plan.header) + _EPOCH.size * len(plan.columns), len(plan.columns),
     )  # fmt: skip
-    payload = np.frombuffer(view, np.uint8)[plan.payload_start : plan.nbytes]
     digests = []
     for column in plan.columns:
-        is_checked = column.path[0] in check_finite and column.kind == "array"
-        target = payload[column.offset : column.offset + column.nbytes].view(column.dtype)
-        digests.append(_write_column(plan, column, target, is_checked))
+        check = checks.get(column.path[0]) if checks and column.kind == "array" else None
+        size, begin = column.nbytes // column.dtype.itemsize, plan.payload_start + column.offset
+        target = np.frombuffer(view, column.dtype, size, begin) if size else _NOTHING
+        digests.append(_write_column(plan, column, target, check))
     header = plan.header + struct.pack(f"<{len(digests)}Q", *digests)
     view[PREFIX_BYTES : PREFIX_BYTES + len(header)] = header
     _EPOCH.pack_into(view, _EPOCH_AT, epoch)
     return xxhash.xxh3_64_intdigest(header)
 
 
-def _write_column(plan: BlockPlan, column: _Column, target: np.ndarray, is_checked: bool) -> int:
+def _write_column(plan: BlockPlan, column: Column, target: np.ndarray, check: Check | None) -> int:
     """Copy, hash and check one column; returns its digest."""
+    if column.nbytes <= _CHUNK_BYTES:
+        _copy(plan, column, column.flats, target, 0, check)
+        return _xxh3(target)
     digest = xxhash.xxh3_64()
     begin = 0
     for batch in _batches(column.flats):
         end = begin + sum([flat.size for flat in batch])
         piece = target[begin:end]
-        if len(batch) > 1:
-            np.concatenate(batch, out=piece)
-        else:
-            piece[...] = batch[0]
+        _copy(plan, column, batch, piece, begin, check)
         digest.update(piece.data)
-        if is_checked and (bad := _first_not_finite(piece)) >= 0:
-            raise _refused(plan, column, begin + bad, piece[bad])
         begin = end
     return digest.intdigest()
+
+
+def _copy(
+    plan: BlockPlan,
+    column: Column,
+    flats: Sequence[np.ndarray],
+    piece: np.ndarray,
+    begin: int,
+    check: Check | None,
+) -> None:
+    """Copy values into the piece of a column that starts at element `begin`, and check them."""
+    if len(flats) > 1:
+        np.concatenate(flats, out=piece)
+    elif flats:
+        piece[...] = flats[0]
+    if check is not None and (bad := check(piece)) >= 0:
+        uid, sample_index = plan.keys[column.row_of(begin + bad)]
+        value = piece[bad]
+        fault = "is refused" if np.isfinite(value) else "is not finite"
+        raise TransferError(
+            f"group {uid} sample {sample_index}: {'.'.join(column.path)} {fault}: it holds {value}"
+        )
 
 
 def _batches(flats: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
@@ -399,16 +314,8 @@ def _batches(flats: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
         yield batch
 
 
-def _refused(plan: BlockPlan, column: _Column, element: int, value: object) -> TransferError:
-    uid, sample_index = plan.place(column, element)
-    field = ".".join(column.path)
-    return TransferError(
-        f"group {uid} sample {sample_index}: {field} is not finite: it holds {value}"
-    )
-
-
-def _first_not_finite(values: np.ndarray) -> int:
-    """Index of the first NaN or infinity of an array, else -1."""
+def first_not_finite(values: np.ndarray) -> int:
+    """A check: index of the first NaN or infinity of a float column, else -1."""
     if values.dtype.kind not in "fc" or values.size == 0:
         return -1
     # A sum of squares is finite only if every term is; it reads each value once and stores none.
@@ -463,19 +370,17 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
     """
     check_commit(buffer, ref, where)
     header, digests, start = _read_header(buffer, ref, where)
-    data = np.frombuffer(buffer, np.uint8)
-    data.setflags(write=False)
-    uids, samples = header.uids, header.samples
-    uid_of_row = header.uid_of_row or [0] * len(samples)
-    keys = [(uids[uid], sample) for uid, sample in zip(uid_of_row, samples, strict=True)]
-    values: list[dict[str, Any]] = [{} for _ in keys]
+    buffer = buffer.toreadonly()
+    keys = _keys(header)
+    values: list[dict[str, Any]] = []
     try:
+        cut = []
         for column, digest in zip(header.columns, digests, strict=True):
-            begin = start + column.offset
-            raw = data[begin : begin + column.nbytes]
-            if verify and xxhash.xxh3_64_intdigest(raw.data) != digest:
+            raw = buffer[start + column.offset : start + column.offset + column.nbytes]
+            if verify and _xxh3(raw) != digest:
                 raise _corrupt(column, keys, raw, digest, _name(ref, where))
-            _hand_out(column, raw, values)
+            cut.append(values_of(column, raw))
+        values = rows_of(header.columns, cut, len(keys))
     except (ValueError, IndexError) as err:
         raise TransferError(f"{_name(ref, where)}: header contradicts itself: {err}") from err
     check_commit(buffer, ref, where)
@@ -504,7 +409,7 @@ def _name(ref: BlockRef, where: str) -> str:
 
 def _read_header(
     buffer: memoryview, ref: BlockRef, where: str
-) -> tuple[_Header, tuple[int, ...], int]:
+) -> tuple[BlockHeader, tuple[int, ...], int]:
     """Return the header, the columns' digests and the start of the payload."""
     _, _, _, nbytes, num_columns = _PREFIX.unpack_from(buffer, 0)
     data = bytes(buffer[PREFIX_BYTES : min(PREFIX_BYTES + nbytes, ref.nbytes)])
@@ -523,83 +428,21 @@ def _read_header(
     return header, digests, _aligned(PREFIX_BYTES + nbytes)
 
 
-_HEADER_DECODER = msgspec.msgpack.Decoder(_Header)
+_HEADER_DECODER = msgspec.msgpack.Decoder(BlockHeader)
 
 
-def _hand_out(column: _ColumnHeader, raw: np.ndarray, values: list[dict[str, Any]]) -> None:
-    """Cut one column into its values and put each into its row."""
-    rows = column.rows or range(len(values))
-    if column.kind == "dict":
-        for row in rows:
-            _container(values[row], column.path).setdefault(column.path[-1], {})
-        return
-    items = _items(column, raw)
-    if column.items:
-        items = [items[item] for item in column.items]
-    name = column.path[-1]
-    if len(column.path) == 1:
-        for row, item in zip(rows, items, strict=True):
-            values[row][name] = item
-    else:
-        for row, item in zip(rows, items, strict=True):
-            _container(values[row], column.path)[name] = item
-
-
-def _container(row: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    for key in path[:-1]:
-        row = row.setdefault(key, {})
-    return row
-
-
-def _items(column: _ColumnHeader, raw: np.ndarray) -> list[Any]:
-    shapes = column.shapes
-    if column.kind == "array":
-        flat = raw.view(_dtype(column.dtype))
-        if column.ndim == 1:
-            return [flat[end - size : end] for size, end in _ends(shapes)]
-        return _shaped(flat, shapes, column.ndim)
-    parts = [raw[end - size : end].tobytes() for size, end in _ends(shapes)]
-    if column.kind == "bytes":
-        return parts
-    if column.kind == "str":
-        return [part.decode("utf-8", "surrogatepass") for part in parts]
-    raise ValueError(f"column {'.'.join(column.path)} is of kind {column.kind!r}")
-
-
-def _ends(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    end = 0
-    for size in sizes:
-        end += size
-        yield size, end
-
-
-def _shaped(flat: np.ndarray, shapes: list[int], ndim: int) -> list[np.ndarray]:
-    if ndim == 0:
-        return [flat[at : at + 1].reshape(()) for at in range(flat.size)]
-    items, begin = [], 0
-    for at in range(0, len(shapes), ndim):
-        shape = shapes[at : at + ndim]
-        end = begin + int(np.prod(shape, dtype=np.int64))
-        items.append(flat[begin:end].reshape(shape))
-        begin = end
-    return items
-
-
-@functools.lru_cache(maxsize=64)
-def _dtype(text: str) -> "np.dtype[Any]":
-    try:
-        dtype = np.dtype(text)
-    except TypeError as err:
-        raise ValueError(f"dtype {text!r}") from err
-    if dtype.kind not in _KINDS:
-        raise ValueError(f"dtype {text!r} is not numeric")
-    return dtype
+def _keys(header: BlockHeader) -> list[tuple[str, int]]:
+    if len(header.uids) == 1:
+        uid = header.uids[0]
+        return [(uid, sample) for sample in header.samples]
+    pairs = zip(header.uid_of_row, header.samples, strict=True)
+    return [(header.uids[number], sample) for number, sample in pairs]
 
 
 def _corrupt(
-    column: _ColumnHeader,
+    column: ColumnHeader,
     keys: list[tuple[str, int]],
-    raw: np.ndarray,
+    raw: memoryview,
     digest: int,
     name: str,
 ) -> TransferError:
@@ -607,7 +450,7 @@ def _corrupt(
     uids = list(dict.fromkeys(keys[row][0] for row in rows))
     groups = uids[0] if len(uids) == 1 else f"{uids[0]} .. {uids[-1]} ({len(uids)} groups)"
     samples = sorted({keys[row][1] for row in rows})
-    seen = xxhash.xxh3_64_intdigest(raw.data)
+    seen = _xxh3(raw)
     return TransferError(
         f"{name}: field {'.'.join(column.path)} of group {groups} samples {samples[0]} .. "
         f"{samples[-1]} is corrupt: xxh3 {seen:016x}, expected {digest:016x}"
