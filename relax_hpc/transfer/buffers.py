@@ -11,6 +11,7 @@ import dataclasses
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -39,10 +40,16 @@ class BufferPool:
     Args:
         max_idle_bytes: unused memory that is kept for later; more than that goes back to the
             system. What is in use is bounded by the readers (rows in flight).
+        on_drop: is given memory that would go back to the system, and may keep it (registered
+            memory must not be unmapped). Called under a lock: it must not wait.
     """
 
-    def __init__(self, max_idle_bytes: int = DEFAULT_IDLE_BYTES) -> None:
-        self._max_idle = max_idle_bytes
+    def __init__(
+        self,
+        max_idle_bytes: int = DEFAULT_IDLE_BYTES,
+        on_drop: Callable[[mmap.mmap], None] | None = None,
+    ) -> None:
+        self._max_idle, self._on_drop = max_idle_bytes, on_drop
         self._lock = threading.Lock()
         self._idle: dict[int, list[mmap.mmap]] = collections.defaultdict(list)
         # A finalizer may run inside any allocation, also while this thread holds the lock.
@@ -106,6 +113,8 @@ class BufferPool:
             if self._idle_bytes + size <= self._max_idle:
                 self._idle[size].append(memory)
                 self._idle_bytes += size
+            elif self._on_drop is not None:
+                self._on_drop(memory)
 
 
 def size_class(nbytes: int) -> int:
