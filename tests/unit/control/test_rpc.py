@@ -13,6 +13,7 @@ import zmq
 
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import PING, Caller, Empty, RpcClient, RpcServer, create_keys
+from relax_hpc.control.rpc_message import ErrorReply, typed_error
 from relax_hpc.errors import (
     ControlError,
     DeadlineError,
@@ -255,8 +256,6 @@ def test_garbage_frames_do_not_stop_the_service(folder: RunFolder) -> None:
 
 
 def test_error_types_that_are_not_ours_become_control_errors() -> None:
-    from relax_hpc.control.rpc import _ErrorReply, _typed_error
-
-    assert type(_typed_error(_ErrorReply("SystemExit", "x"))) is ControlError
-    assert type(_typed_error(_ErrorReply("require_extra", "x"))) is ControlError
-    assert isinstance(_typed_error(_ErrorReply("WeightSyncError", "x")), RelaxError)
+    assert type(typed_error(ErrorReply("SystemExit", "x"))) is ControlError
+    assert type(typed_error(ErrorReply("require_extra", "x"))) is ControlError
+    assert isinstance(typed_error(ErrorReply("WeightSyncError", "x")), RelaxError)

@@ -1,0 +1,404 @@
+"""RPC server: one asyncio loop, one ROUTER socket on a free port.
+
+A turn of the loop reads every message that has arrived, answers what can be answered, then calls
+the `on_drained` hooks, so that a service can decide and write once for all of them.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from relax_hpc.control.identity import OBSERVER, Identity
+from relax_hpc.control.keys import load_keys
+from relax_hpc.control.rpc_message import (
+    ERROR,
+    OK,
+    PING,
+    Address,
+    Caller,
+    Empty,
+    Header,
+    encode_error,
+    read_address,
+)
+from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError
+from relax_hpc.log import kv
+from relax_hpc.runfolder import RunFolder, write_atomic
+
+logger = logging.getLogger(__name__)
+
+_MAX_TURN = 256
+"""Messages read in one turn of the loop: then timers and tasks get theirs."""
+_MAX_REQUEST_BYTES = 1 << 30
+"""A larger message ends its connection before memory is taken for it (ZMQ_MAXMSGSIZE)."""
+_MAX_HEADERS = 10_000
+"""Decoded headers that are kept: one per client and method, tens of thousands of ranks at most."""
+_EMPTY = msgspec.msgpack.encode(Empty())
+
+
+class Responder:
+    """The way back to one request. Used once, in the loop, now or later."""
+
+    __slots__ = ("_frames", "_server")
+
+    def __init__(self, server: "RpcServer", frames: list[bytes]) -> None:
+        self._server = server
+        self._frames = frames
+
+    def send(self, reply: msgspec.Struct | None) -> None:
+        """Answer with a Struct; None = Empty."""
+        self.send_encoded(_EMPTY if reply is None else msgspec.msgpack.encode(reply))
+
+    def send_encoded(self, body: bytes) -> None:
+        """Answer with what msgspec.msgpack.encode returned."""
+        self._server.answer([*self._frames, OK, body])
+
+    def fail(self, err: Exception) -> None:
+        """Answer with an error."""
+        self._server.answer([*self._frames, ERROR, encode_error(err, self._server.service)])
+
+
+Handler = Callable[[Caller, Any], Awaitable[msgspec.Struct | None]]
+DirectHandler = Callable[[Caller, Any, Responder], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Method:
+    decoder: msgspec.msgpack.Decoder[Any]
+    handler: Handler | None
+    direct: DirectHandler | None
+
+
+class _KnownClient:
+    """Credentials callback of pyzmq's authenticator: the run's client key and no other."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class RpcServer:
+    """One service of the control plane.
+
+    Register handlers, then `run()` in the main thread or `start_thread()`. Handlers run in the
+    loop: what blocks (files) belongs into `asyncio.to_thread`.
+    """
+
+    def __init__(self, folder: RunFolder, service: str, identity: Identity) -> None:
+        self.service = service
+        self._folder = folder
+        self._identity = identity
+        self._keys = load_keys(folder)
+        self._methods: dict[str, _Method] = {}
+        self._headers: dict[bytes, tuple[Caller, _Method]] = {}
+        self._header_decoder = msgspec.msgpack.Decoder(Header)
+        self._newest: dict[tuple[str, int], tuple[int, int]] = {}
+        self._on_newer: list[Callable[[Caller], None]] = []
+        self._on_start: list[Callable[[], Awaitable[None]]] = []
+        self._on_stop: list[Callable[[], None]] = []
+        self._on_drained: list[Callable[[], None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._stop_asked = False
+        self._failure: BaseException | None = None
+        self._started = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._published: Address | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._is_turn_planned = False
+        self.register(PING, Empty, _pong)
+
+    def register(self, method: str, request_type: type[Any], handler: Handler) -> None:
+        """Serve `method`: `handler(caller, request)` returns a Struct or None (= Empty)."""
+        decoder = msgspec.msgpack.Decoder(request_type)
+        self._methods[method] = _Method(decoder, handler, None)
+
+    def register_direct(self, method: str, request_type: type[Any], handler: DirectHandler) -> None:
+        """Serve `method` without a task: `handler(caller, request, responder)` never waits.
+
+        It answers through the responder, now or later in the loop; what it raises is the answer.
+        """
+        decoder = msgspec.msgpack.Decoder(request_type)
+        self._methods[method] = _Method(decoder, None, handler)
+
+    def on_newer(self, hook: Callable[[Caller], None]) -> None:
+        """Call `hook` in the loop when a (role, index) is seen with a newer incarnation."""
+        self._on_newer.append(hook)
+
+    def on_start(self, hook: Callable[[], Awaitable[None]]) -> None:
+        """Await `hook` in the loop before the first request is read."""
+        self._on_start.append(hook)
+
+    def on_stop(self, hook: Callable[[], None]) -> None:
+        """Call `hook` at the end, after the last request."""
+        self._on_stop.append(hook)
+
+    def on_drained(self, hook: Callable[[], None]) -> None:
+        """Call `hook` in the loop after each turn that read requests."""
+        self._on_drained.append(hook)
+
+    def seed_incarnation(self, role: str, index: int, attempt: int, incarnation: int) -> None:
+        """Know an incarnation from a journal: older ones are refused from the first request on."""
+        known = self._newest.get((role, index), (0, 0))
+        self._newest[(role, index)] = max(known, (attempt, incarnation))
+
+    @property
+    def address(self) -> str:
+        """tcp://IP:PORT, once started."""
+        if self._published is None:
+            raise ControlError(f"service {self.service} has not started yet")
+        return self._published.address
+
+    @property
+    def is_running(self) -> bool:
+        """True while the thread of `start_thread` serves."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def run(self) -> None:
+        """Serve until `stop()`; re-raises what `fail()` was given."""
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._started.set()
+        if self._failure is not None:
+            raise self._failure
+
+    def start_thread(self, timeout_s: float = 30.0) -> None:
+        """Serve in a daemon thread; returns when the address is published.
+
+        Raises:
+            ControlError: the service did not start.
+        """
+        self._thread = threading.Thread(
+            target=self._run_thread, name=f"rpc-{self.service}", daemon=True
+        )
+        self._thread.start()
+        if not self._started.wait(timeout_s) or self._published is None:
+            raise ControlError(
+                f"service {self.service} did not start in {timeout_s:g} s on {self._identity.node}"
+            ) from self._failure
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop; waiting requests get no reply and are sent again to the next start."""
+        self._stop_asked = True
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            except RuntimeError as err:  # the loop closed between the check and the call
+                logger.info("stop %s", kv(service=self.service, note=str(err)))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def fail(self, failure: BaseException) -> None:
+        """End the service with an error (called in the loop): its state cannot be trusted."""
+        self._failure = failure
+        if self._stopping is not None:
+            self._stopping.set()
+
+    def answer(self, frames: list[bytes]) -> None:
+        """Send a reply (in the loop); to a peer that is gone, or that reads nothing, it is lost."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("reply dropped %s", kv(service=self.service, bytes=len(frames[-1])))
+        if not self._is_turn_planned:  # sending may have eaten the signal of an arrival
+            self._plan_turn()
+
+    def _run_thread(self) -> None:
+        try:
+            self.run()
+        except BaseException as err:
+            self._failure = err
+            logger.exception("service ended %s", kv(service=self.service))
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        if self._stop_asked:
+            return
+        context = zmq.asyncio.Context()
+        auth = AsyncioAuthenticator(context)
+        auth.start()
+        auth.configure_curve_callback(credentials_provider=_KnownClient(self._keys.client_public))
+        socket: zmq.Socket[bytes] = zmq.Socket(context, zmq.ROUTER)  # no futures: see _turn
+        try:
+            for hook in self._on_start:
+                await hook()
+            self._bind(socket)
+            self._socket = socket
+            self._loop.add_reader(socket.FD, self._turn)
+            self._plan_turn()
+            await self._stopping.wait()
+        finally:
+            self._loop.remove_reader(socket.FD)
+            await self._cancel_tasks()
+            self._unpublish()
+            for stop in self._on_stop:
+                stop()
+            self._socket = None
+            socket.close(linger=200)
+            auth.stop()
+            context.term()
+
+    def _bind(self, socket: "zmq.Socket[bytes]") -> None:
+        socket.curve_server = True
+        socket.curve_secretkey = self._keys.server_secret.encode()
+        socket.curve_publickey = self._keys.server_public.encode()
+        socket.maxmsgsize = _MAX_REQUEST_BYTES
+        ip = self._identity.bind_address()
+        socket.bind(f"tcp://{ip}:*")  # the kernel chooses a free port
+        self._publish(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _publish(self, endpoint: str) -> None:
+        me = self._identity
+        path = self._folder.control / f"{self.service}.addr"
+        other = read_address(path)
+        if other and (other.attempt, other.incarnation) > (me.attempt, me.incarnation):
+            raise StaleIncarnationError(
+                f"service {self.service} of attempt {me.attempt} incarnation {me.incarnation} on "
+                f"{me.node}: {path} belongs to attempt {other.attempt} incarnation "
+                f"{other.incarnation} on {other.node}, which replaced this process"
+            )
+        self._published = Address(
+            address=endpoint,
+            pid=os.getpid(),
+            node=me.node,
+            attempt=me.attempt,
+            incarnation=me.incarnation,
+            nonce=os.urandom(8).hex(),
+        )
+        write_atomic(path, msgspec.json.encode(self._published), mode=0o600)
+        logger.info("serving %s", kv(service=self.service, address=endpoint, node=me.node))
+        self._started.set()
+
+    def _unpublish(self) -> None:
+        path = self._folder.control / f"{self.service}.addr"
+        if self._published is not None and read_address(path) == self._published:
+            path.unlink(missing_ok=True)
+
+    async def _cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one turn -----------------------------------------------------------------------------
+
+    def _plan_turn(self) -> None:
+        """Look for messages soon: libzmq's descriptor tells changes, not states."""
+        assert self._loop is not None
+        self._is_turn_planned = True
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        socket = self._socket
+        if socket is None:
+            return
+        self._is_turn_planned = True  # replies of this turn need plan none: we read to the end
+        num_read = 0
+        while num_read < _MAX_TURN:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            num_read += 1
+            self._dispatch(frames)
+        if num_read:
+            for hook in self._on_drained:
+                hook()
+        self._is_turn_planned = False
+        if num_read and int(socket.events) & zmq.POLLIN:
+            self._plan_turn()
+
+    def _dispatch(self, frames: list[bytes]) -> None:
+        if len(frames) != 4:
+            logger.warning("request ignored %s", kv(service=self.service, frames=len(frames)))
+            return
+        responder = Responder(self, frames[:2])
+        try:
+            caller, method = self._open_header(frames[2])
+            request = self._decode(method, frames)
+            if method.direct is not None:
+                method.direct(caller, request, responder)
+            else:
+                assert method.handler is not None
+                work = method.handler(caller, request)
+                task = asyncio.ensure_future(self._answer_later(work, responder))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except RelaxError as err:
+            responder.fail(err)
+        except Exception as err:
+            logger.exception("handler failed %s", kv(service=self.service))
+            responder.fail(err)
+
+    async def _answer_later(
+        self, work: Awaitable[msgspec.Struct | None], responder: Responder
+    ) -> None:
+        try:
+            responder.send(await work)  # inside: a reply may be impossible to encode
+        except RelaxError as err:
+            responder.fail(err)
+        except Exception as err:
+            logger.exception("handler failed %s", kv(service=self.service))
+            responder.fail(err)
+
+    def _open_header(self, data: bytes) -> tuple[Caller, _Method]:
+        known = self._headers.get(data)
+        if known is None:
+            try:
+                head = self._header_decoder.decode(data)
+            except msgspec.DecodeError as err:
+                raise ControlError(f"service {self.service}: unreadable request: {err}") from err
+            method = self._methods.get(head.method)
+            if method is None:
+                raise ControlError(f"service {self.service} has no method {head.method!r}")
+            if len(self._headers) >= _MAX_HEADERS:
+                self._headers.clear()
+            known = self._headers[data] = (head.caller, method)
+        self._check_incarnation(known[0])
+        return known
+
+    def _decode(self, method: _Method, frames: list[bytes]) -> Any:
+        try:
+            return method.decoder.decode(frames[3])
+        except msgspec.DecodeError as err:
+            name = self._header_decoder.decode(frames[2]).method
+            raise ControlError(f"{self.service}.{name}: bad request: {err}") from err
+
+    def _check_incarnation(self, caller: Caller) -> None:
+        if caller.role == OBSERVER:
+            return
+        seen = (caller.attempt, caller.incarnation)
+        key = (caller.role, caller.index)
+        newest = self._newest.get(key, (self._identity.attempt, 0))
+        if seen < newest:
+            raise StaleIncarnationError(
+                f"{caller.role}/{caller.index} attempt {seen[0]} incarnation {seen[1]} was "
+                f"replaced: {self.service} knows attempt {newest[0]} incarnation {newest[1]}; "
+                "this process must end"
+            )
+        if seen > newest:
+            self._newest[key] = seen
+            for hook in self._on_newer:
+                hook(caller)
+
+
+async def _pong(_: Caller, __: Empty) -> None:
+    return None
