@@ -1,4 +1,5 @@
-"""Save and resume of the train step: all ranks together, one cut of model, optimizer, step and RNG.
+"""Save and resume of the train step: all ranks together, one cut of model, optimizer, step and RNG,
+and of the queue's ledger: which prompts the weights have been trained on.
 
 Who does what: every rank writes its shards and digests its share of the files, rank 0 opens and
 commits the folder (recovery.checkpoint). Ranks meet at reductions of the backend, so that no rank
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 _STATE = "state"
 HF = "hf"
 """Sub-folder of a checkpoint with the model in Hugging Face format."""
+LEDGER = "ledger.bin"
+"""The transfer queue's ledger as of the checkpoint's step; absent when the queue did not answer."""
 
 
 class CheckpointKeeper:
@@ -32,27 +35,38 @@ class CheckpointKeeper:
         self._checkpoints, self._keep = checkpoints, keep
         self._backend, self._source = backend, source
         self._damaged: tuple[int, ...] = ()
+        self._ledger: bytes | None = None
+
+    @property
+    def ledger(self) -> bytes | None:
+        """Ledger of the checkpoint that `resume` loaded; rank 0 only, None when it has none."""
+        return self._ledger
 
     @property
     def damaged(self) -> tuple[int, ...]:
         """Steps of the checkpoints that `resume` skipped, newest first."""
         return self._damaged
 
-    def save(self, step: int, with_hf: bool) -> Path:
+    def save(self, step: int, with_hf: bool, ledger: bytes | None = None) -> Path:
         """Write `step_N` and remove the oldest; returns its folder.
+
+        Args:
+            step: applied optimizer steps.
+            with_hf: also the model in Hugging Face format.
+            ledger: the queue's ledger as of this step; on rank 0 only.
 
         Raises:
             CheckpointError: the disk is full, or the folder cannot be written.
         """
         try:
-            return self._save(step, with_hf)
+            return self._save(step, with_hf, ledger)
         except OSError as err:
             raise CheckpointError(
                 f"checkpoint of step {step} cannot be written to {self._checkpoints} "
                 f"({err.strerror}); free space or quota there"
             ) from err
 
-    def _save(self, step: int, with_hf: bool) -> Path:
+    def _save(self, step: int, with_hf: bool, ledger: bytes | None) -> Path:
         place, backend = self._backend.place, self._backend
         folder = checkpoint.temporary_path_of(self._checkpoints, step)
         if place.global_rank == 0:
@@ -60,6 +74,8 @@ class CheckpointKeeper:
             (folder / _STATE).mkdir()
             if with_hf:
                 (folder / HF).mkdir()
+            if ledger is not None:
+                (folder / LEDGER).write_bytes(ledger)
         self._meet()
         backend.save(folder / _STATE)
         if with_hf:
@@ -92,6 +108,9 @@ class CheckpointKeeper:
         rng = folder / _rng_name(self._backend.place.global_rank)
         if rng.is_file():  # absent when the run goes on with more ranks; nothing there draws
             _set_rng_state(rng.read_bytes())
+        ledger = folder / LEDGER
+        if self._backend.place.global_rank == 0 and ledger.is_file():
+            self._ledger = ledger.read_bytes()
         _log.info("resumed %s", kv(step=step, folder=folder))
         return step
 

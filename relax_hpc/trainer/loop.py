@@ -2,7 +2,8 @@
 
     transfer queue                     train step (all ranks)                     weight service
     --------------                     ----------------------                     --------------
-    begin_train(N)    <--- rank 0 ---- resume from checkpoint N (0: the HF model)
+    begin_train(N,    <--- rank 0 ---- resume from checkpoint N (0: the HF model)
+      ledger of N)
                                        publish version N  ----------------------> engines start
     take_chunk(N, i)  ---- rows -----> for chunk i of step N:
       waits until the chunk's groups     share rows in the replica, advantages,
@@ -10,7 +11,8 @@
       rollout steps' put_group         after the last chunk:
     complete_step(N)  <--- rank 0 ----   divide by the true count, update
       frees slots: unblocks admission    publish version N+1 -------------------> engines update
-      of later prompts                   checkpoint, now and then
+      of later prompts
+    cut_ledger(N+1)   ---- rank 0 ---> checkpoint, now and then, with the ledger
 
 Waits of this loop: `take_chunk` (leaders; for rollout), the broadcast inside a replica (other
 ranks; for their leader), reductions over all ranks (for the slowest), `publish` (for the ranks of
@@ -52,6 +54,8 @@ _SHOWN = (
     "wait_s",
 )
 """Metrics of the line that the log gets per step; all are in RUN/metrics."""
+_CUT_S = 20.0
+"""For the queue's ledger at a checkpoint: less than what remains after a signal of Slurm."""
 _LOOK_S = 5.0
 """While it waits for rows, the leader looks this often whether it was asked to stop."""
 
@@ -78,8 +82,12 @@ class QueueState(typing.Protocol):
 class TrainQueue(typing.Protocol):
     """The transfer queue as the train step uses it (relax_hpc.transfer)."""
 
-    def begin_train(self, step: int) -> object:
+    def begin_train(self, step: int, cut: bytes | None = None) -> object:
         """Say that training (re)starts at this step; later results are taken back."""
+        ...
+
+    def cut_ledger(self, step: int, timeout_s: float) -> bytes:
+        """Return the ledger as of a version, to be saved with its weights."""
         ...
 
     def take_chunk(
@@ -115,7 +123,7 @@ class Publisher(typing.Protocol):
 class Keeper(typing.Protocol):
     """Checkpoints; see checkpointing.CheckpointKeeper."""
 
-    def save(self, step: int, with_hf: bool) -> object:
+    def save(self, step: int, with_hf: bool, ledger: bytes | None = None) -> object:
         """Write a checkpoint."""
         ...
 
@@ -130,6 +138,11 @@ class Keeper(typing.Protocol):
     @property
     def damaged(self) -> tuple[int, ...]:
         """Steps of the checkpoints that `resume` skipped."""
+        ...
+
+    @property
+    def ledger(self) -> bytes | None:
+        """Ledger of the checkpoint that `resume` loaded; rank 0 only."""
         ...
 
 
@@ -175,7 +188,7 @@ class TrainLoop:
         step = self._resume()
         total = self._config.run.train_steps
         if self._place.global_rank == 0:
-            self._services.queue.begin_train(step)
+            self._services.queue.begin_train(step, self._services.keeper.ledger)
         # Nobody takes a chunk, or serves weights, before the queue knows where training restarts.
         self._backend.sum_over_ranks(np.zeros(1))
         self._publish(step)
@@ -313,8 +326,21 @@ class TrainLoop:
     def _save(self, step: int, with_hf: bool) -> None:
         keeper = self._services.keeper
         if self._saved_at != step or (with_hf and not keeper.has_hf(step)):
-            keeper.save(step, with_hf)
+            ledger = self._cut_ledger(step) if self._place.global_rank == 0 else None
+            keeper.save(step, with_hf, ledger)
             self._saved_at = step
+
+    def _cut_ledger(self, step: int) -> bytes | None:
+        """Return the ledger of the version to be saved; None when the queue does not answer.
+
+        At the end of a job the dcs step gets its signal when this one does, and may be gone first:
+        the weights are saved all the same. The queue's journal then tells what was trained.
+        """
+        try:
+            return self._services.queue.cut_ledger(step, _CUT_S)
+        except RelaxError as err:
+            _log.warning("checkpoint without a ledger %s", kv(step=step, reason=err))
+            return None
 
     def _report(self, **values: int | float | str) -> None:
         if self._place.global_rank == 0:

@@ -55,13 +55,16 @@ def train(
     )
     backend = build_backend(config, config.train, is_training=True)
     reporter = KillingReporter() if must_die else FakeReporter()
+    queue = FakeQueue(rows_of_step, 2)
     services = TrainServices(
-        queue=FakeQueue(rows_of_step, 2),
+        queue=queue,
         publisher=FakePublisher(),
         keeper=CheckpointKeeper(Path(checkpoints), 10, backend, Path(model)),
         reporter=reporter,
     )
     TrainLoop(config, backend, services).run()
+    if reporter.metrics and min(reporter.metrics) > 0:  # rank 0, resumed
+        assert queue.cuts == [f"ledger of {min(reporter.metrics)}".encode()]
     return {
         step: [metrics["train/loss"].hex(), metrics["train/grad_norm"].hex()]
         for step, metrics in reporter.metrics.items()

@@ -96,6 +96,19 @@ def test_the_model_folder_is_added_to_the_checkpoint_that_is_there(tmp_path: Pat
     assert not list(tmp_path.glob(".step*"))
 
 
+def test_the_ledger_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    keeper, _ = make_keeper(tmp_path)
+    keeper.save(2, with_hf=False)
+    folder = keeper.save(4, with_hf=False, ledger=b"ledger of 4")
+    assert keeper.ledger is None, "only what was resumed from"
+    assert "ledger.bin" in checkpoint.read_manifest(folder).files
+    keeper, _ = make_keeper(tmp_path)
+    assert (keeper.resume(), keeper.ledger) == (4, b"ledger of 4")
+    (folder / "ledger.bin").write_bytes(b"ledger of 5")
+    keeper, _ = make_keeper(tmp_path)
+    assert (keeper.resume(), keeper.ledger) == (2, None), "no weights without their ledger"
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     keeper, _ = make_keeper(tmp_path / "file" / "checkpoints")

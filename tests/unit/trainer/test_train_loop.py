@@ -109,11 +109,33 @@ def test_order_within_a_step() -> None:
     assert {"step": 0, "chunk": 1} in parts["reporter"].said
 
 
-def test_resume_begins_at_the_checkpoint() -> None:
-    loop, log, parts = make_loop(keeper=FakeKeeper(start=3))
+def test_resume_begins_at_the_checkpoint_with_its_ledger() -> None:
+    loop, log, parts = make_loop(keeper=FakeKeeper(start=3, ledger=b"of 3"))
     assert loop.run()
     assert log[0] == ("begin", 3)
+    assert parts["queue"].cuts == [b"of 3"]
     assert sorted(parts["reporter"].metrics) == [3, 4]
+
+
+def test_the_ledger_of_the_same_step_is_saved() -> None:
+    loop, _, parts = make_loop()
+    assert loop.run()
+    assert parts["queue"].cuts == [None]
+    assert parts["keeper"].ledgers == {step: f"ledger of {step}".encode() for step in (2, 4, 5)}
+
+
+def test_a_queue_that_is_gone_does_not_cost_the_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone(FakeQueue):
+        def cut_ledger(self, step: int, timeout_s: float) -> bytes:
+            raise DeadlineError("no reply of service transfer")
+
+    rows = make_rows(0, groups=4)
+    loop, _, parts = make_loop(queue=Gone(lambda step: rows, 2))
+    assert loop.run()
+    assert parts["keeper"].ledgers == {2: None, 4: None, 5: None}
+    assert "checkpoint without a ledger step=5" in caplog.text
 
 
 def test_resume_of_a_complete_run_publishes_and_ends() -> None:
