@@ -69,6 +69,8 @@ class PromptSlot:
     epoch: int
     deadline_version: int
     """Largest train version that may still consume this group (engine version + max_staleness)."""
+    partial: object = None
+    """Where the tokens of an earlier dispatch lie, for `TransferQueue.read_partial`; None: none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row as a consumer takes it. Arrays are read-only views; copy what outlives `complete`."""
+    """One row as a consumer takes it.
+
+    Arrays are read-only views of shared memory that is used again once the row was trained: copy
+    what outlives `complete_step`.
+    """
 
     uid: str
     """Group uid."""

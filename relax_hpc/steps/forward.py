@@ -64,7 +64,7 @@ def _serve(config: Config, identity: Identity, stop: StopFlag) -> None:
     backend = build.build_backend(config, layout, is_training=False)
     membership.report(state="running")
     services = ForwardServices(
-        queue=TransferQueue(identity),
+        queue=TransferQueue(identity, config=config.transfer),
         weights=WeightSubscriber(identity) if identity.role == "logprob" else None,
         report=membership.report,
         wants_stop=lambda: stop.is_set or membership.is_replaced,

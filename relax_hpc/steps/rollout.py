@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 
-from relax_hpc.config import Config, config_from_json
+from relax_hpc.config import Config, DataConfig, config_from_json
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.registry import Membership
 from relax_hpc.data.prompts import PromptSet, load_prompts
@@ -74,8 +74,8 @@ async def _serve(config: Config, identity: Identity) -> None:
         _, (tokenizer, train_prompts, eval_prompts) = await asyncio.gather(
             engine.start(), asyncio.to_thread(_load_data, config)
         )
-        queue = TransferQueue(identity)
-        await asyncio.to_thread(queue.open_dataset, len(train_prompts), train_prompts.fingerprint)
+        queue = TransferQueue(identity, config=config.transfer)
+        await asyncio.to_thread(_open_dataset, queue, config.data, train_prompts)
         async with _group_maker(config, engine, tokenizer) as maker:
             parts = LoopParts(
                 engine=engine,
@@ -102,6 +102,10 @@ def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, Prompts]:
     if not config.data.eval:
         return tokenizer, train_prompts, ()
     return tokenizer, train_prompts, load_prompts(config.data, "eval", tokenizer)
+
+
+def _open_dataset(queue: TransferQueue, data: DataConfig, prompts: PromptSet) -> None:
+    queue.open_dataset(len(prompts), prompts.fingerprint, allow_changed=data.allow_changed)
 
 
 def _parallel_admit(identity: Identity) -> Admit:

@@ -103,7 +103,7 @@ def _services(
     from relax_hpc.trainer.checkpointing import CheckpointKeeper
     from relax_hpc.trainer.loop import TrainServices
 
-    queue = TransferQueue(identity)
+    queue = TransferQueue(identity, config=config.transfer)
     stack.callback(queue.close)
     keeper = CheckpointKeeper(
         identity.run.checkpoints, config.train.keep_checkpoints, backend, initial_weights(config)

@@ -2,47 +2,49 @@
 
 who             calls                              waits for / unblocked by
 rollout engine  open_dataset, admit                a free slot / a trained or dropped group
-                put_group, drop_group, return_group
+                put_group(s), drop_group,
+                return_group, save_partial
 ref, logprob    take_rows, put_fields              rows without the field / put_group
 train           begin_train, take_chunk            complete groups / put_group, put_fields
-(one of a dp)   complete_step
+(one of a dp)   complete_step, cut_ledger
 
 A slot is freed when its group was *trained* (or dropped), not when it is taken. Payload lies in
-shared memory of the node that made it; only metadata goes through the controller. All methods are
-thread-safe and blocking; each may be repeated, and survives a restart of the controller.
+shared memory of the node that made it; only metadata goes through the controller. Rows that were
+taken are views: valid until `complete_step` of their step, when their memory is used again.
+
+All methods are thread-safe and blocking; each may be repeated, and survives a restart of the
+controller.
 """
 
 import dataclasses
 import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient
 from relax_hpc.errors import DeadlineError, RelaxError, TransferError
+from relax_hpc.log import kv
 from relax_hpc.records import Chunk, Fields, FinishReason, PromptSlot, Row, Sample
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.shm import (
-    Entry,
-    Owner,
-    map_segment,
-    open_shm_folder,
-    parse_segment,
-    process_start,
-    write_segment,
-)
-from relax_hpc.transfer.tcp import read_remote
-from relax_hpc.transfer.wire import QueueStatus, StepSummary
+from relax_hpc.transfer.arena import ArenaStats
+from relax_hpc.transfer.block import Columns, Rows, first_not_finite
+from relax_hpc.transfer.payload import Payload
+from relax_hpc.transfer.schema import RL_ROWS, RowSchema, VersionSpan, check_responses
+from relax_hpc.transfer.wire import BlockRef, QueueStatus, StepSummary
+
+_log = logging.getLogger(__name__)
 
 _LONG_POLL_S = 10.0
-_READ_TIMEOUT_S = 120.0
-"""A segment that cannot be read for this long is lost: its prompt is dispatched again."""
+_REASONS = {reason.value: reason for reason in FinishReason}
 
 Response = TypeVar("Response", bound=msgspec.Struct)
 
@@ -60,36 +62,49 @@ class Admission:
 class TransferQueue:
     """One process's access to the queue."""
 
-    def __init__(self, identity: Identity, *, grace_s: float = 180.0) -> None:
-        """Connect lazily.
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        grace_s: float = 180.0,
+        config: TransferConfig | None = None,
+        schema: RowSchema = RL_ROWS,
+    ) -> None:
+        """Connect lazily; only the first put asks for shared memory.
 
         Args:
             identity: this task.
             grace_s: how long a call waits for a controller that is being restarted.
+            config: section transfer of the run; None: its defaults.
+            schema: fields that every row must have.
         """
-        self._identity = identity
-        self._grace_s = grace_s
+        self._grace_s, self._schema = grace_s, schema
         self._client = RpcClient(identity.run, wire.SERVICE, identity)
-        self._agents: dict[str, RpcClient] = {}
-        self._lock = threading.Lock()
+        self._payload = Payload(identity, config or TransferConfig(), grace_s)
         self._admit_lock = threading.Lock()
         self._take_lock = threading.Lock()
         self._keys: dict[str, str] = {}
         self._names = itertools.count(1)
         self._nonce = os.urandom(4).hex()
-        pid = os.getpid()
-        self._owner = Owner(identity.run.run_id, identity.attempt, pid, process_start(pid))
 
     # -- rollout ------------------------------------------------------------------------------
 
-    def open_dataset(self, num_prompts: int, fingerprint: str) -> None:
+    def open_dataset(
+        self, num_prompts: int, fingerprint: str, *, allow_changed: bool = False
+    ) -> None:
         """Tell the data set before the first admit; every engine does, all must agree.
+
+        Args:
+            num_prompts: rows of the data set.
+            fingerprint: of its contents.
+            allow_changed: go on with another data set than the run began with.
 
         Raises:
             TransferError: the run began with another data set.
         """
-        request = wire.OpenDataset(num_prompts, fingerprint)
+        request = wire.OpenDataset(num_prompts, fingerprint, allow_changed)
         self._call("open_dataset", request, Empty, why="open the data set")
+        self._payload.warm_up()
 
     def admit(self, engine_version: int, max_groups: int, timeout_s: float) -> Admission:
         """Wait for up to `max_groups` prompts to generate (long-poll).
@@ -111,42 +126,100 @@ class TransferQueue:
             reply = _poll(ask, lambda r: bool(r.slots) or r.done, timeout_s)
         return Admission([_to_slot(slot) for slot in reply.slots], reply.done)
 
-    def put_group(self, slot: PromptSlot, samples: list[Sample]) -> bool:
+    def put_group(self, slot: PromptSlot, samples: Sequence[Sample]) -> bool:
         """Put all samples of a group; visible as a whole when this returns.
+
+        Waits while the arena is full: consumers are behind.
 
         Returns:
             False: nobody wants the group any more (the train step was rolled back, or this
             engine was thought dead and the prompt was dispatched again). Go on with others.
 
         Raises:
-            TransferError: shared memory is full, or a sample breaks the record's shape; names
-                group, sample and field.
+            ArenaFullError: no memory became free within transfer.put_timeout_s.
+            TransferError: a sample breaks the record's shape; names group, sample and field.
         """
-        _check_group(slot, samples)
-        entries = [
-            Entry(slot.uid, index, name, array)
-            for index, sample in enumerate(samples)
-            for name, array in sample.fields.items()
+        return self.put_groups([(slot, samples)])[0]
+
+    def put_groups(self, groups: Sequence[tuple[PromptSlot, Sequence[Sample]]]) -> list[bool]:
+        """Put several groups with one message; each is kept or refused on its own, see `put_group`.
+
+        A sample that breaks the schema refuses all groups of the call, nothing is put then.
+        """
+        by_uid = [(slot.uid, samples) for slot, samples in groups]
+        rows = self._schema.describe(by_uid)
+        checks = [self._schema.checks() for _ in by_uid]
+        refs = self._payload.write(
+            [_columns(uid, [sample.fields for sample in samples]) for uid, samples in by_uid],
+            [check for check, _ in checks],
+        )
+        infos = [
+            wire.GroupInfo(uid, ref, row, span.oldest, span.newest)
+            for (uid, _), ref, row, (_, span) in zip(by_uid, refs, rows, checks, strict=True)
         ]
-        segment = self._write(slot.uid, entries)
-        rows = [_row_info(index, sample) for index, sample in enumerate(samples)]
-        request = wire.PutGroup(slot.uid, segment, rows, _oldest_version(samples))
-        return self._store("put_group", request, segment)
+        why = f"put group {by_uid[0][0]}" if len(by_uid) == 1 else f"put {len(by_uid)} groups"
+        reply = self._store("put_groups", wire.PutGroups(infos), wire.StoredGroups, refs, why)
+        stored = reply.results
+        self._payload.give_up([r for r, s in zip(refs, stored, strict=True) if not s.is_kept])
+        return [one.is_wanted for one in stored]
 
-    def drop_group(self, slot: PromptSlot, reason: str) -> None:
-        """Give a group up: the prompt is used up, the slot is free, the reason is counted."""
-        self._call("drop_group", wire.EndGroup(slot.uid, reason), Empty, why="drop a group")
+    def save_partial(self, slot: PromptSlot, samples: Sequence[Fields]) -> bool:
+        """Keep what is generated of a group so far: its prompt's next dispatch gets it.
 
-    def return_group(self, slot: PromptSlot, reason: str) -> None:
+        Args:
+            slot: the group, not put yet. What was saved for it before is replaced.
+            samples: fields of each sample, `tokens` and `token_versions` at least; for a sample
+                without a token they are empty.
+
+        Returns:
+            False: nobody wants the group any more.
+        """
+        span = VersionSpan()
+        columns = _columns(slot.uid, samples)
+        refs = self._payload.write([columns], [{self._schema.versions: span}])
+        request = wire.SavePartial(slot.uid, refs[0], span.oldest, span.newest)
+        why = f"save tokens of group {slot.uid}"
+        reply = self._store("save_partial", request, wire.Stored, refs, why)
+        self._payload.give_up([] if reply.is_kept else refs)
+        return reply.is_wanted
+
+    def read_partial(self, slot: PromptSlot) -> list[Fields]:
+        """Read what an earlier dispatch of the prompt had saved; [] if nothing, or it is lost."""
+        if not isinstance(slot.partial, BlockRef):
+            return []
+        rows = self._payload.read([slot.partial])[0]
+        if isinstance(rows, RelaxError):
+            _log.warning("partial tokens are lost %s", kv(uid=slot.uid, reason=rows))
+            return []
+        return [fields for _, fields in sorted(rows.items())]
+
+    def drop_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
+        """Give a group up: the prompt is used up, the slot is free, the reason is counted.
+
+        Args:
+            slot: the group.
+            reason: a name; drops are counted by it.
+            response_tokens: length of each sample, for the histograms.
+        """
+        request = wire.EndGroup(slot.uid, reason, list(response_tokens))
+        self._call("drop_group", request, Empty, why="drop a group")
+
+    def return_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
         """Give a prompt back: it is dispatched again under a new uid, to any engine."""
-        self._call("return_group", wire.EndGroup(slot.uid, reason), Empty, why="return a group")
+        request = wire.EndGroup(slot.uid, reason, list(response_tokens))
+        self._call("return_group", request, Empty, why="return a group")
 
     # -- ref, logprob -------------------------------------------------------------------------
 
     def take_rows(self, task: str, max_rows: int, timeout_s: float) -> list[Row]:
         """Lease rows that lack the field of `task` (ref or logprob); [] at the end of the wait.
 
-        The lease ends with `put_fields`, or when this role restarts. Arrays are read-only views.
+        The lease ends with `put_fields`, or when this role restarts. Arrays are read-only views
+        that stay valid until the step that trains on the rows is complete.
         """
         with self._take_lock:
 
@@ -158,10 +231,7 @@ class TransferQueue:
                 return reply
 
             reply = _poll(ask, lambda r: bool(r.groups), timeout_s)
-        rows: list[Row] = []
-        for group in self._read_groups(reply.groups)[0]:
-            rows += group
-        return rows
+        return list(itertools.chain.from_iterable(self._read_groups(reply.groups)[0]))
 
     def put_fields(self, rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]) -> bool:
         """Put one field (`ref_logprobs`, `train_logprobs`) for rows; completes the task for them.
@@ -176,24 +246,46 @@ class TransferQueue:
         """
         if not rows:
             return True
-        entries = [
-            Entry(row.uid, row.sample_index, name, _checked(row, name, array))
-            for row, array in zip(rows, arrays, strict=True)
-        ]
-        segment = self._write(name, entries)
-        keys = [(row.uid, row.sample_index) for row in rows]
-        return self._store("put_fields", wire.PutFields(name, keys, segment), segment)
+        check_responses(rows, name, arrays)
+        columns = Columns([(row.uid, row.sample_index) for row in rows], {name: arrays})
+        refs = self._payload.write([columns], [{name: first_not_finite}])
+        samples: dict[str, list[int]] = {}
+        for row in rows:
+            samples.setdefault(row.uid, []).append(row.sample_index)
+        request = wire.PutFields(name, list(samples.items()), refs[0])
+        reply = self._store("put_fields", request, wire.Stored, refs, f"put {name}")
+        self._payload.give_up([] if reply.is_kept else refs)
+        return reply.is_wanted
 
     # -- train --------------------------------------------------------------------------------
 
-    def begin_train(self, step: int) -> None:
+    def begin_train(self, step: int, cut: bytes | None = None) -> None:
         """(Re)start training at `step` = the policy version of the loaded weights; once, rank 0.
 
         Groups that steps >= `step` consumed are dispatched again, exactly once; leases of older
         incarnations return.
+
+        Args:
+            step: applied optimizer steps.
+            cut: what `cut_ledger` gave for the loaded weights: the queue goes on from it when its
+                journal is missing or older.
+
+        Raises:
+            TransferError: the cut is not one, or of another step.
         """
-        key = os.urandom(8).hex()
-        self._call("begin_train", wire.BeginTrain(key, step), Empty, why=f"begin step {step}")
+        request = wire.BeginTrain(os.urandom(8).hex(), step, _decode_cut(step, cut))
+        self._call("begin_train", request, Empty, why=f"begin step {step}")
+
+    def cut_ledger(self, step: int, timeout_s: float = 180.0) -> bytes:
+        """Return the prompt ledger as of a policy version; store it with the weights of it.
+
+        Args:
+            step: at most the current version.
+            timeout_s: the call may be late at the end of a job, when the queue ends too.
+        """
+        request, why = wire.CutLedger(step), f"ledger of step {step}"
+        cut = self._client.call("cut_ledger", request, wire.LedgerCut, timeout_s=timeout_s, why=why)
+        return msgspec.msgpack.encode(cut)
 
     def take_chunk(
         self, step: int, index: int, dp_rank: int, dp_size: int, timeout_s: float
@@ -264,11 +356,14 @@ class TransferQueue:
         """Return counts and versions."""
         return self._call("status", Empty(), QueueStatus, why="queue status")
 
+    def arena_stats(self) -> ArenaStats | None:
+        """Return how much shared memory this process's rows take; None before its first put."""
+        return self._payload.stats()
+
     def close(self) -> None:
-        """Close sockets. Rows stay valid: their memory is freed with the last view."""
+        """Close sockets and end threads. Rows stay valid: what they view is freed with them."""
         self._client.close()
-        for agent in self._agents.values():
-            agent.close()
+        self._payload.close()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -288,59 +383,44 @@ class TransferQueue:
         """Key of the pending request: kept while no reply came, so that no grant is lost."""
         return self._keys.setdefault(method, f"{self._nonce}-{next(self._names)}")
 
-    def _write(self, label: str, entries: list[Entry]) -> wire.Segment:
-        me = self._identity
-        open_shm_folder(me.run.shm(me.node))
-        folder = open_shm_folder(me.run.shm(me.node) / "segments")
-        place = f"{me.role}{me.index}.{me.rank}-{me.attempt}.{me.incarnation}"
-        name = f"{label}-{place}-{self._nonce}.{next(self._names)}"
-        return write_segment(folder, name, me.node, self._owner, entries)
-
-    def _store(self, method: str, request: msgspec.Struct, segment: wire.Segment) -> bool:
+    def _store(
+        self,
+        method: str,
+        request: msgspec.Struct,
+        response: type[Response],
+        refs: Sequence[BlockRef],
+        why: str,
+    ) -> Response:
+        """Tell the controller of blocks; they are freed if it refuses."""
         try:
-            reply = self._call(method, request, wire.Stored, why=method)
+            return self._call(method, request, response, why=why)
         except DeadlineError:
-            raise  # it may have arrived: the segment stays, the node agent finds orphans
+            raise  # it may have arrived: the blocks stay, the node agent finds orphans
         except RelaxError:
-            self._unlink(segment)
+            self._payload.give_up(refs)
             raise
-        if not reply.is_kept:
-            self._unlink(segment)
-        return reply.is_wanted
 
-    def _unlink(self, segment: wire.Segment) -> None:
-        path = self._identity.run.shm(segment.node) / "segments" / segment.name
-        path.unlink(missing_ok=True)
-
-    def _read_groups(self, groups: list[wire.GroupRows]) -> tuple[list[list[Row]], bool]:
+    def _read_groups(self, groups: Sequence[wire.GroupRows]) -> tuple[list[list[Row]], bool]:
         """Read rows of groups; a group that is lost or corrupt is rejected and left out."""
-        cache: dict[str, dict[tuple[str, int], Fields]] = {}
+        refs = list(dict.fromkeys(ref for group in groups for ref in group.blocks))
+        blocks = dict(zip(refs, self._payload.read(refs), strict=True))
         result, is_lost = [], False
         for group in groups:
             try:
-                for segment in group.segments:
-                    if segment.name not in cache:
-                        cache[segment.name] = self._read(segment)
-                result.append([_to_row(group, info, cache) for info in group.rows])
-            except (TransferError, DeadlineError) as err:
+                result.append(_to_rows(group, [blocks[ref] for ref in group.blocks], self._schema))
+            except RelaxError as err:
                 is_lost = True
                 request = wire.EndGroup(group.uid, f"{err}")
                 self._call("reject_group", request, Empty, why=f"reject group {group.uid}")
         return result, is_lost
 
-    def _read(self, segment: wire.Segment) -> dict[tuple[str, int], Fields]:
-        me = self._identity
-        place = wire.SegmentPlace(segment, me.node)
-        if segment.node == me.node:
-            path = me.run.shm(me.node) / "segments" / segment.name
-            return parse_segment(map_segment(path), place)
-        with self._lock:
-            agent = self._agents.get(segment.node)
-            if agent is None:
-                agent = RpcClient(me.run, wire.agent_service(segment.node), me)
-                self._agents[segment.node] = agent
-        data = read_remote(agent, "segments", segment.name, _READ_TIMEOUT_S, str(place))
-        return parse_segment(data, place)
+
+def _columns(uid: str, rows: Sequence[Fields]) -> Columns:
+    names: Collection[str] = rows[0].keys()
+    if not all([fields.keys() == names for fields in rows]):
+        names = dict.fromkeys(name for fields in rows for name in fields)
+    keys = [(uid, index) for index in range(len(rows))]
+    return Columns(keys, {name: [fields.get(name) for fields in rows] for name in names})
 
 
 def _poll(
@@ -369,83 +449,71 @@ def _to_slot(slot: wire.Slot) -> PromptSlot:
         prompt_index=slot.prompt_index,
         epoch=slot.epoch,
         deadline_version=slot.deadline_version,
+        partial=slot.partial,
     )
 
 
-def _to_row(
-    group: wire.GroupRows, info: wire.RowInfo, cache: dict[str, dict[tuple[str, int], Fields]]
-) -> Row:
-    fields: Fields = {}
-    for segment in group.segments:
-        fields.update(cache[segment.name].get((group.uid, info.sample_index), {}))
-    if "tokens" not in fields or fields["tokens"].shape[0] != info.num_tokens:
-        raise TransferError(
-            f"group {group.uid} sample {info.sample_index}: tokens are missing or not "
-            f"{info.num_tokens} long"
-        )
-    return Row(
-        uid=group.uid,
-        sample_index=info.sample_index,
-        group_size=group.group_size,
-        num_prompt_tokens=info.num_prompt_tokens,
-        finish_reason=FinishReason(info.finish_reason),
-        fields=fields,
+def _to_rows(
+    group: wire.GroupRows, blocks: "Sequence[Rows | RelaxError]", schema: RowSchema
+) -> list[Row]:
+    """Build the rows of a group from its blocks.
+
+    Raises:
+        RelaxError: a block could not be read, or does not hold what the controller was told.
+    """
+    parts: list[Rows] = []
+    for block in blocks:
+        if isinstance(block, RelaxError):
+            raise block
+        parts.append(block)
+    told, uid, size = group.rows, group.uid, group.group_size
+    columns = zip(
+        group.samples, told.num_prompt_tokens, told.num_tokens, told.finish_reasons, strict=True
     )
-
-
-def _row_info(index: int, sample: Sample) -> wire.RowInfo:
-    length = int(sample.fields["tokens"].shape[0])
-    return wire.RowInfo(index, sample.num_prompt_tokens, length, str(sample.finish_reason))
-
-
-def _oldest_version(samples: Sequence[Sample]) -> int:
-    oldest = [
-        int(s.fields["token_versions"].min()) for s in samples if s.fields["token_versions"].size
-    ]
-    return min(oldest, default=-1)
-
-
-_RESPONSE_FIELDS = {"rollout_logprobs": "float32", "token_versions": "int32", "loss_mask": "uint8"}
-_SCALAR_FIELDS = {"reward": "float32", "accuracy": "float32"}
-
-
-def _check_group(slot: PromptSlot, samples: Sequence[Sample]) -> None:
-    if not samples:
-        raise TransferError(f"group {slot.uid}: has no samples")
-    for index, sample in enumerate(samples):
-        where = f"group {slot.uid} sample {index}"
-        tokens = _field(sample, "tokens", "int32", where)
-        if tokens.ndim != 1 or not 0 < sample.num_prompt_tokens <= tokens.shape[0]:
-            raise TransferError(
-                f"{where}: tokens has shape {tokens.shape}, num_prompt_tokens is "
-                f"{sample.num_prompt_tokens}"
+    rows = []
+    for sample, num_prompt_tokens, num_tokens, reason in columns:
+        fields = _merged(parts, (uid, sample))
+        if schema.tokens:
+            _check_length(fields, schema.tokens, num_tokens, f"group {uid} sample {sample}")
+        rows.append(
+            Row(
+                uid=uid,
+                sample_index=sample,
+                group_size=size,
+                num_prompt_tokens=num_prompt_tokens,
+                finish_reason=_REASONS[reason],
+                fields=fields,
             )
-        response = (tokens.shape[0] - sample.num_prompt_tokens,)
-        for name, dtype in _RESPONSE_FIELDS.items():
-            _check_shape(_field(sample, name, dtype, where), response, f"{where}: {name}")
-        for name, dtype in _SCALAR_FIELDS.items():
-            _check_shape(_field(sample, name, dtype, where), (), f"{where}: {name}")
+        )
+    return rows
 
 
-def _field(sample: Sample, name: str, dtype: str, where: str) -> np.ndarray:
-    if name not in sample.fields:
-        raise TransferError(f"{where}: field {name} is missing; has {', '.join(sample.fields)}")
-    array = sample.fields[name]
-    if array.dtype != np.dtype(dtype):
-        raise TransferError(f"{where}: field {name} is {array.dtype}, must be {dtype}")
-    return array
+def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
+    if len(parts) == 1:
+        return parts[0].get(key, {})
+    fields: Fields = {}
+    for part in parts:
+        fields.update(part.get(key, {}))
+    return fields
 
 
-def _check_shape(array: np.ndarray, shape: tuple[int, ...], what: str) -> None:
-    if array.shape != shape:
-        raise TransferError(f"{what} has shape {array.shape}, must be {shape}")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise TransferError(f"{what} is not finite")
+def _check_length(fields: Fields, name: str, num_tokens: int, where: str) -> None:
+    tokens = fields.get(name)
+    if tokens is None or tokens.shape[0] != num_tokens:
+        seen = "are missing" if tokens is None else f"have shape {tokens.shape}"
+        raise TransferError(f"{where}: {name} {seen}, the queue was told {num_tokens}")
 
 
-def _checked(row: Row, name: str, array: np.ndarray) -> np.ndarray:
-    where = f"group {row.uid} sample {row.sample_index}: {name}"
-    if array.dtype != np.float32:
-        raise TransferError(f"{where} is {array.dtype}, must be float32")
-    _check_shape(array, (row.num_tokens - row.num_prompt_tokens,), where)
-    return array
+def _decode_cut(step: int, data: bytes | None) -> wire.LedgerCut | None:
+    if data is None:
+        return None
+    try:
+        cut = msgspec.msgpack.decode(data, type=wire.LedgerCut)
+    except msgspec.DecodeError as err:
+        raise TransferError(
+            f"ledger of checkpoint {step}: not one ({len(data)} bytes, {err}); remove ledger.bin "
+            "from the checkpoint to go on from the queue's journal"
+        ) from err
+    if cut.step != step:
+        raise TransferError(f"ledger of checkpoint {step} is of step {cut.step}")
+    return cut
