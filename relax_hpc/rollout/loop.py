@@ -100,11 +100,15 @@ class Queue(typing.Protocol):
         """Hand in a group; False: nobody wants it any more."""
         ...
 
-    def drop_group(self, slot: PromptSlot, reason: str) -> None:
+    def drop_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
         """Free the slot; the prompt is used up."""
         ...
 
-    def return_group(self, slot: PromptSlot, reason: str) -> None:
+    def return_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
         """Free the slot; the prompt is dispatched again."""
         ...
 
@@ -391,12 +395,13 @@ class RolloutLoop:
     async def _hand_in(self, slot: PromptSlot, result: GroupResult) -> bool:
         """False: the queue has dispatched the prompt again meanwhile, the group is of no use."""
         queue, is_wanted = self._parts.queue, True
+        lengths = [len(completion.token_ids) for completion in result.completions]
         if result.verdict is Verdict.PUT:
             is_wanted = await self._call(queue.put_group, slot, result.samples)
         elif result.verdict is Verdict.DROP:
-            await self._call(queue.drop_group, slot, result.reason)
+            await self._call(queue.drop_group, slot, result.reason, lengths)
         else:
-            await self._call(queue.return_group, slot, result.reason)
+            await self._call(queue.return_group, slot, result.reason, lengths)
         if result.detail:
             log.warning(
                 "group not trained %s",

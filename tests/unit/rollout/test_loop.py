@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,8 @@ class Service:
         self.ready: list[tuple[PromptSlot, list[Sample]]] = []
         self.dropped: collections.Counter[str] = collections.Counter()
         self.returned: collections.Counter[str] = collections.Counter()
+        self.lengths: dict[str, list[list[int]]] = collections.defaultdict(list)
+        """By reason, the response tokens of each group that was dropped or returned."""
         self.again: list[int] = []
         self.next_prompt = 0
         self.dispatches: collections.Counter[int] = collections.Counter()
@@ -153,15 +155,21 @@ class Service:
             raise TransferError(f"slot {slot.uid} is not known")
         self.changed.notify_all()
 
-    def drop_group(self, slot: PromptSlot, reason: str) -> None:
+    def drop_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
         with self.changed:
             self._free(slot)
             self.dropped[reason] += 1
+            self.lengths[reason].append(list(response_tokens))
 
-    def return_group(self, slot: PromptSlot, reason: str) -> None:
+    def return_group(
+        self, slot: PromptSlot, reason: str, response_tokens: Sequence[int] = ()
+    ) -> None:
         with self.changed:
             self._free(slot)
             self.returned[reason] += 1
+            self.lengths[reason].append(list(response_tokens))
             self.again.append(slot.prompt_index)
 
     def claim_eval(self, version: int) -> bool:
@@ -345,6 +353,7 @@ def test_a_whole_run(staleness: int) -> None:
             assert sample.fields["tokens"].tolist() == [2, 3, slot.prompt_index, *expected]
         assert len({float(s.fields["accuracy"]) for s in samples}) == 2
     assert set(service.dropped) <= {"uninformative"}
+    assert all(group == [3] * GROUP_SIZE for group in service.lengths["uninformative"])
     assert not service.returned
     assert service.progress["groups"] >= 24
     names = {name for _, metrics in service.metrics for name in metrics}
