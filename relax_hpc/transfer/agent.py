@@ -1,96 +1,98 @@
 """The node agent: owns what this run keeps in the shared memory of one node.
 
-It serves `agent-NODE` (reads of segments and weight shards for other nodes), removes files that
-the controllers declared garbage and what dead writers left, and the whole folder at the end of the
-run. Payload outlives its producer and a crash of the agent itself: a restarted agent adopts the
-folder. Folders of dead runs are recognised by their owner file and removed; others never are.
+who                 asks the agent for           waits for
+producer            reserve_extent               posix_fallocate; refused when the node has no room
+reader, other node  data_access, then TCP/RDMA   nothing: bytes go out without the agent's Python
+sweep (a thread)    nothing                      30 s, or a refused reservation
+
+It removes extents and spill segments of dead producers once nobody references them, and the whole
+folder at the end of the run. Payload outlives its producer and a crash of the agent: a restarted
+agent adopts the folder as it is.
 """
 
 import asyncio
-import functools
-import json
 import logging
-import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import Caller, RpcClient, RpcServer
-from relax_hpc.errors import RelaxError, StaleIncarnationError, TransferError
+from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer
+from relax_hpc.errors import ArenaFullError, RelaxError, StaleIncarnationError, TransferError
 from relax_hpc.log import kv
-from relax_hpc.runfolder import write_atomic
-from relax_hpc.transfer import wire
-from relax_hpc.transfer.shm import (
-    is_alive,
-    open_shm_folder,
-    process_start,
+from relax_hpc.transfer import frames, wire
+from relax_hpc.transfer.extent import (
+    ReserveExtent,
+    extents,
+    make_extent,
     read_owner,
-    temporary_owners,
+    segments,
+    spill_folder,
 )
+from relax_hpc.transfer.leftovers import read_folder_owner, reap_dead_runs, write_owner
+from relax_hpc.transfer.node_memory import room
+from relax_hpc.transfer.owner import is_alive, open_shm_folder, temporary_owners
+from relax_hpc.transfer.spill import remove_segment
+from relax_hpc.transfer.tcp_server import DataServer
 
 logger = logging.getLogger(__name__)
 
-AREAS = ("segments", "weights")
-_LONG_POLL_S = 10.0
-_RETRY_S = 2.0
+__all__ = ["AREAS", "NodeAgent", "reap_dead_runs"]
+
+AREAS = ("arenas", "weights")
 _SWEEP_S = 30.0
-_MAX_PART_BYTES = 64 << 20
-_OWNER_FILE = "owner.json"
-REAP_AFTER_S = 1800.0
-"""A folder without a live agent is kept this long: its run may be restarting its dcs step."""
-
-
-class FolderOwner(msgspec.Struct, frozen=True):
-    """Whose a shared-memory folder is: owner.json inside it."""
-
-    run: str
-    node: str
-    attempt: int
-    pid: int
-    start: int
-    slurm_job: str
-    """For people who look at a full /dev/shm; empty without Slurm."""
+_MIN_SWEEP_S = 2.0
+_NODE_FRACTION = 0.8
+"""Of the shared memory that is free at the start: for all arenas of the node."""
 
 
 class NodeAgent:
     """Start it in every task of the dcs step; close it at an orderly end."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, config: TransferConfig | None = None) -> None:
         self._identity = identity
+        self._config = TransferConfig() if config is None else config
         self._folder = identity.run.shm(identity.node)
+        self._arenas = self._folder / "arenas"
+        self._spill = spill_folder(identity.run, identity.node, self._config.spill_folder)
+        self._max_bytes = 0
+        self._reserving = threading.Lock()
         self._stop = threading.Event()
+        self._sweep_now = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._data = DataServer(
+            {"arenas": self._arenas, "weights": self._folder / "weights", "spill": self._spill},
+            key=frames.data_key(identity.run),
+            ip=identity.bind_address(),
+        )
+        self._access = wire.DataAccess("", 0)
         self.server = RpcServer(identity.run, wire.agent_service(identity.node), identity)
         """More handlers may be registered before `start`."""
-        self.server.register("read_part", wire.ReadPart, self._read_part)
-        self._collectors: dict[str, str] = {wire.SERVICE: "segments"}
-
-    def add_collector(self, service: str, area: str) -> None:
-        """Also remove from `area` what `service` answers to `collect_garbage` (before start)."""
-        self._collectors[service] = area
+        self.server.register("reserve_extent", ReserveExtent, self._reserve_extent)
+        self.server.register("data_access", Empty, self._data_access)
 
     def start(self) -> None:
-        """Take the folder over, serve, collect garbage in the background.
+        """Take the folder over, serve, sweep in the background.
 
         Raises:
             TransferError: the folder belongs to somebody else.
             StaleIncarnationError: a newer attempt or incarnation of this agent was started.
         """
         self._take_over()
+        self._max_bytes = self._limit()
+        host, port = self._data.start()
+        self._access = wire.DataAccess(host, port)
         self.server.start_thread()
-        for service, area in self._collectors.items():
-            self._spawn(f"garbage-{service}", functools.partial(self._collect, service, area))
         self._spawn("sweep", self._sweep_loop)
 
     def close(self, *, remove: bool) -> None:
         """Stop. `remove=True` only at the end of the run: the payload goes with the folder."""
         self._stop.set()
+        self._sweep_now.set()
         self.server.stop()
+        self._data.stop()
         for thread in self._threads:
             thread.join(timeout=0.1)  # daemons: a long-poll may go on
         if remove:
@@ -107,7 +109,7 @@ class NodeAgent:
     def _take_over(self) -> None:
         me = self._identity
         open_shm_folder(self._folder)
-        owner = _read_folder_owner(self._folder)
+        owner = read_folder_owner(self._folder)
         if owner is not None and owner.attempt > me.attempt:
             raise StaleIncarnationError(
                 f"{self._folder} belongs to attempt {owner.attempt} of this run; this agent is of "
@@ -118,144 +120,114 @@ class NodeAgent:
                 shutil.rmtree(self._folder / area, ignore_errors=True)
         for area in AREAS:
             open_shm_folder(self._folder / area)
-        mine = FolderOwner(
-            run=str(me.run.path),
-            node=me.node,
-            attempt=me.attempt,
-            pid=os.getpid(),
-            start=process_start(os.getpid()),
-            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+        write_owner(self._folder, me)
+        if self._spill.exists() or self._config.spill_mb > 0:
+            write_owner(open_shm_folder(self._spill), me)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def _limit(self) -> int:
+        """Bytes for all arenas of this node; what an earlier agent reserved is part of it."""
+        if self._config.node_shm_mb > 0:
+            return self._config.node_shm_mb << 20
+        free = room(self._arenas)
+        limit = int((free.nbytes + self._reserved()) * _NODE_FRACTION)
+        logger.info("shared memory %s", kv(arenas_bytes=limit, bound=free.bound))
+        return limit
+
+    def _reserved(self) -> int:
+        total = 0
+        for path in (*extents(self._arenas), *(p for p, _ in temporary_owners(self._arenas))):
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:  # removed meanwhile
+                continue
+        return total
+
+    async def _reserve_extent(self, caller: Caller, request: ReserveExtent) -> None:
+        await asyncio.to_thread(self._reserve, request)
+
+    def _reserve(self, request: ReserveExtent) -> None:
+        """Make one extent; one at a time, so that the room that was seen is still there."""
+        if not is_alive(request.owner):
+            raise TransferError(
+                f"agent of {self._identity.node}: process {request.owner.pid} that asks for extent "
+                f"{request.name} does not live here: run agent and producers in one PID namespace"
+            )
+        with self._reserving:
+            path = self._arenas / request.name
+            if not path.exists():  # else it was made and the reply got lost
+                self._check_room(request)
+            make_extent(self._arenas, request)
+        logger.info("reserved %s", kv(extent=request.name, nbytes=request.nbytes))
+
+    def _check_room(self, request: ReserveExtent) -> None:
+        free, reserved = room(self._arenas), self._reserved()
+        left = min(free.nbytes, self._max_bytes - reserved)
+        if request.nbytes <= left:
+            return
+        self._sweep_now.set()  # a dead producer's memory may be what is missing
+        raise ArenaFullError(
+            f"node {self._identity.node} has no room for extent {request.name} of {request.nbytes} "
+            f"bytes: its arenas hold {reserved} of {self._max_bytes} bytes (transfer.node_shm_mb; "
+            f"0 = {_NODE_FRACTION:.0%} of what was free), {free.bound}. Lower transfer.arena_mb, "
+            "rollout.groups_per_step or max_staleness, or give the node more memory "
+            "(resources.mem_per_node_gb) or a larger /dev/shm; `relax-hpc doctor` shows what dead "
+            "runs left there"
         )
-        write_atomic(self._folder / _OWNER_FILE, json.dumps(msgspec.to_builtins(mine)), mode=0o600)
 
     # -- reads --------------------------------------------------------------------------------
 
-    async def _read_part(self, caller: Caller, request: wire.ReadPart) -> wire.Part:
-        if request.area not in AREAS or "/" in request.name or request.name.startswith("."):
-            what = f"{request.area}/{request.name}"
-            raise TransferError(f"agent of {self._identity.node}: no file {what}")
-        if request.offset < 0 or not 0 < request.max_bytes <= _MAX_PART_BYTES:
-            raise TransferError(
-                f"agent of {self._identity.node}: cannot read {request.max_bytes} bytes at "
-                f"{request.offset}: at most {_MAX_PART_BYTES} in one part"
-            )
-        path = self._folder / request.area / request.name
-        return await asyncio.to_thread(_read_file, path, request)
+    async def _data_access(self, caller: Caller, request: Empty) -> wire.DataAccess:
+        return self._access
 
-    # -- garbage ------------------------------------------------------------------------------
-
-    def _collect(self, service: str, area: str) -> None:
-        """Long-poll one controller for files to remove, until stopped."""
-        client = RpcClient(self._identity.run, service, self._identity)
-        removed: list[str] = []
-        while not self._stop.is_set():
-            request = wire.CollectGarbage(self._identity.node, removed, _LONG_POLL_S)
-            try:
-                reply = client.call(
-                    "collect_garbage", request, wire.Garbage,
-                    timeout_s=3 * _LONG_POLL_S, why=f"garbage of {self._identity.node}",
-                )  # fmt: skip
-            except RelaxError as err:
-                logger.warning("no garbage list %s", kv(service=service, note=str(err)))
-                self._stop.wait(_RETRY_S)
-                continue
-            removed = reply.names
-            for name in removed:
-                if "/" not in name:
-                    (self._folder / area / name).unlink(missing_ok=True)
-        client.close()
+    # -- leftovers ------------------------------------------------------------------------------
 
     def _sweep_loop(self) -> None:
         client = RpcClient(self._identity.run, wire.SERVICE, self._identity)
         while not self._stop.is_set():
+            self._sweep_now.clear()
             try:
                 self.sweep(client)
             except RelaxError as err:
                 logger.warning("sweep failed %s", kv(note=str(err)))
-            self._stop.wait(_SWEEP_S)
+            self._stop.wait(_MIN_SWEEP_S)  # also a limit on how often producers can ask for it
+            self._sweep_now.wait(_SWEEP_S - _MIN_SWEEP_S)
         client.close()
 
     def sweep(self, client: RpcClient) -> int:
-        """Remove what dead writers left: unfinished segments, and finished ones nobody references.
+        """Remove what the dead left: half-made files, and whole ones that nobody references.
+
+        Args:
+            client: of the queue controller, which knows the references.
 
         Returns:
             Number of files removed.
         """
-        folder = self._folder / "segments"
-        gone = [path for path, owner in temporary_owners(folder) if not is_alive(owner)]
-        orphans = [path.name for path in folder.glob("[!.]*") if _is_orphan(path)]
-        if orphans:
-            request = wire.FindOrphans(self._identity.node, orphans)
-            reply = client.call(
-                "find_orphans", request, wire.Garbage, timeout_s=60, why="orphaned segments"
-            )
-            gone += [folder / name for name in reply.names]
-        for path in gone:
-            path.unlink(missing_ok=True)
-        return len(gone)
+        removed = 0
+        for path, owner in temporary_owners(self._arenas):
+            if not is_alive(owner):
+                path.unlink(missing_ok=True)
+                removed += 1
+        dead = {path.name for path in extents(self._arenas) if _is_of_the_dead(path)}
+        spilled = {path.name for path in segments(self._spill) if _is_of_the_dead(path)}
+        if not dead and not spilled:
+            return removed
+        request = wire.FindOrphans(self._identity.node, sorted(dead | spilled))
+        reply = client.call(
+            "find_orphans", request, wire.Orphans, timeout_s=60, why="extents of dead producers"
+        )
+        for name in reply.names:
+            if name in dead:
+                (self._arenas / name).unlink(missing_ok=True)
+            elif name in spilled:
+                remove_segment(self._spill, name)
+        removed += len(reply.names)
+        if reply.names:
+            logger.info("swept %s", kv(node=self._identity.node, files=len(reply.names)))
+        return removed
 
 
-def _is_orphan(path: Path) -> bool:
+def _is_of_the_dead(path: Path) -> bool:
     owner = read_owner(path)
-    return owner is None or not is_alive(owner)
-
-
-def _read_file(path: Path, request: wire.ReadPart) -> wire.Part:
-    try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            file.seek(request.offset)
-            return wire.Part(file.read(request.max_bytes), total)
-    except FileNotFoundError:
-        return wire.Part(b"", -1)
-    except OSError as err:
-        raise TransferError(f"cannot read {path}: {err.strerror}") from err
-
-
-# ---------------------------------------------------------------------------------------------
-# Folders of dead runs
-# ---------------------------------------------------------------------------------------------
-
-
-def reap_dead_runs(root: Path = Path("/dev/shm"), *, min_age_s: float = REAP_AFTER_S) -> list[Path]:
-    """Remove this user's folders of runs whose agent has been dead for a while.
-
-    A folder is removed iff it carries our owner file, the agent that wrote it is dead, no process
-    that wrote into it lives, and nothing in it changed for `min_age_s` seconds.
-
-    Returns:
-        The removed folders.
-    """
-    removed = []
-    for folder in root.glob(f"relax-{os.getuid()}-*"):
-        if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
-            continue
-        owner = _read_folder_owner(folder)
-        if owner is None or process_start(owner.pid) == owner.start:
-            continue
-        if time.time() - _newest_change(folder) < min_age_s or _has_live_writer(folder):
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        removed.append(folder)
-        logger.warning("reaped %s", kv(folder=folder, run=owner.run, job=owner.slurm_job))
-    return removed
-
-
-def _read_folder_owner(folder: Path) -> FolderOwner | None:
-    try:
-        return msgspec.json.decode((folder / _OWNER_FILE).read_bytes(), type=FolderOwner)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as err:
-        logger.warning("unreadable owner %s", kv(folder=folder, note=str(err)))
-        return None
-
-
-def _newest_change(folder: Path) -> float:
-    paths = [folder, folder / _OWNER_FILE, *(folder / area for area in AREAS)]
-    return max(path.stat().st_mtime for path in paths if path.exists())
-
-
-def _has_live_writer(folder: Path) -> bool:
-    owners = [read_owner(path) for path in (folder / "segments").glob("[!.]*")]
-    return any(owner is not None and is_alive(owner) for owner in owners)
+    return path.exists() and (owner is None or not is_alive(owner))

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from relax_hpc.errors import ArenaFullError, StaleEpochError, TransferError
+from relax_hpc.runfolder import RunFolder
 from relax_hpc.transfer.block import check_commit
 from relax_hpc.transfer.owner import Owner, process_start, temporary_name
 from relax_hpc.transfer.wire import BlockRef
@@ -35,6 +36,7 @@ _MAGIC = b"RLXEXT1\n"
 _VERSION = 1
 _STAMP = struct.Struct("<8sIIQ")
 _NAME = re.compile(r"[a-z_]+\d+\.\d+-\d+\.\d+-[0-9a-f]+\.\d+")
+_SEGMENT = re.compile(r"[a-z_]+\d+\.\d+-\d+\.\d+-[0-9a-f]+\.s\d+")
 _RESERVE_SLICE = 64 << 20
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -55,11 +57,6 @@ def arena_name(owner: Owner) -> str:
     nonce = os.urandom(4).hex()
     who = f"{owner.role}{owner.index}.{owner.rank}"
     return f"{who}-{owner.attempt}.{owner.incarnation}-{nonce}"
-
-
-def arena_of(extent: str) -> str:
-    """Return the name of the arena that an extent belongs to."""
-    return extent.rpartition(".")[0]
 
 
 def is_extent_name(name: str) -> bool:
@@ -139,6 +136,25 @@ def extents(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder that have an extent's name."""
     with contextlib.suppress(FileNotFoundError):
         yield from (path for path in folder.iterdir() if is_extent_name(path.name))
+
+
+def segments(folder: Path) -> Iterator[Path]:
+    """Yield the spill segments in a folder; they carry the same stamp as extents."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from (path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name))
+
+
+def spill_folder(run: RunFolder, node: str, configured: str) -> Path:
+    """Return where blocks of a node go when its memory is full.
+
+    Args:
+        run: the run.
+        node: name of the node.
+        configured: `transfer.spill_folder`; other runs may use it, too. Empty: in the run folder.
+    """
+    if not configured:
+        return run.path / "spill" / node
+    return Path(configured) / run.shm(node).name
 
 
 def free_bytes(folder: Path) -> int:
