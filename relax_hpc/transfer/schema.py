@@ -7,14 +7,15 @@ must be finite; that is looked at while the column is copied, and so is the span
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from relax_hpc.errors import TransferError
-from relax_hpc.records import Row, Sample
+from relax_hpc.records import Fields, FieldValue, Row, Sample
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.block import Check, first_not_finite
+from relax_hpc.transfer.block import Check, Columns, first_not_finite
 
 Group = tuple[str, Sequence[Sample]]
 """Group uid and its samples, in the order of their sample indices."""
@@ -50,52 +51,54 @@ class RowSchema:
     versions: str = ""
     """Integer column of policy versions; empty: rows have no age."""
 
-    def describe(self, groups: Sequence[Group]) -> list[wire.Rows]:
-        """Check all columns of all groups; return what the controller wants to know of each group.
+    def describe(self, groups: Sequence[Group]) -> list[tuple[wire.Rows, Columns]]:
+        """Check all columns of all groups at once.
+
+        Returns:
+            For each group what the controller wants to know of it, and its fields by column.
 
         Raises:
             TransferError: names group, sample, field, what it is and what it must be.
         """
         samples = [sample for _, group in groups for sample in group]
         try:
-            sizes = self._check(samples)
+            sizes, required = self._check(samples)
         except _RefusedError as err:
             uid, index = _place(groups, err.index)
             raise TransferError(f"group {uid} sample {index}: {err}") from None
-        rows, begin = [], 0
+        columns = _with_more(required, samples)
+        prompts = [sample.num_prompt_tokens for sample in samples]
+        reasons: list[str] = [sample.finish_reason for sample in samples]
+        described, begin = [], 0
         for uid, group in groups:
             if not group:
                 raise TransferError(f"group {uid}: has no samples")
             end = begin + len(group)
-            rows.append(
-                wire.Rows(
-                    [sample.num_prompt_tokens for sample in group],
-                    sizes[begin:end],
-                    [sample.finish_reason.value for sample in group],
-                )
-            )
+            rows = wire.Rows(prompts[begin:end], sizes[begin:end], reasons[begin:end])
+            keys = [(uid, index) for index in range(end - begin)]
+            values = {name: column[begin:end] for name, column in columns.items()}
+            described.append((rows, Columns(keys, values)))
             begin = end
-        return rows
+        return described
 
-    def _check(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the size of every sample in tokens."""
+    def _check(self, samples: Sequence[Sample]) -> tuple[list[int], dict[str, list[np.ndarray]]]:
+        """Return the size of every sample in tokens, and the required fields by column."""
+        fields = [sample.fields for sample in samples]
+        prompts = [sample.num_prompt_tokens for sample in samples]
+        values = {name: _column(fields, name) for name in self.columns}
+        for name, column in self.columns.items():
+            _check_dtype(name, values[name], column.dtype)
         sizes = [1] * len(samples)
         if self.tokens:
-            shapes = [value.shape for value in _values(samples, self.tokens, self.columns)]
-            for index, (shape, sample) in enumerate(zip(shapes, samples, strict=True)):
-                if len(shape) != 1 or not 0 < sample.num_prompt_tokens <= shape[0]:
-                    raise _RefusedError(
-                        index,
-                        f"{self.tokens} has shape {shape}, num_prompt_tokens is "
-                        f"{sample.num_prompt_tokens}",
-                    )
-            sizes = [shape[0] for shape in shapes]
-        prompts = [sample.num_prompt_tokens for sample in samples]
+            sizes = _sizes(self.tokens, values[self.tokens], prompts)
+        responses = list(map(operator.sub, sizes, prompts))
         for name, column in self.columns.items():
-            if name != self.tokens:
-                values = _values(samples, name, self.columns)
-                _check_shapes(name, values, _shapes(column.length, sizes, prompts))
-        return sizes
+            if column.length is Length.SCALAR:
+                _check_scalars(name, values[name])
+            elif column.length is not Length.ANY:
+                is_tokens = column.length is Length.TOKENS
+                _check_sizes(name, values[name], sizes if is_tokens else responses)
+        return sizes, values
 
     def checks(self) -> "tuple[dict[str, Check], VersionSpan]":
         """Return what looks at the columns of one group while they are copied."""
@@ -137,7 +140,7 @@ def check_responses(rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]
     try:
         _check_dtype(name, arrays, np.dtype(np.float32))
         sizes = [row.num_tokens - row.num_prompt_tokens for row in rows]
-        _check_shapes(name, arrays, [(size,) for size in sizes])
+        _check_sizes(name, arrays, sizes)
     except _RefusedError as err:
         row = rows[err.index]
         raise TransferError(f"group {row.uid} sample {row.sample_index}: {err}") from None
@@ -159,22 +162,34 @@ def _place(groups: Sequence[Group], index: int) -> tuple[str, int]:
     raise AssertionError(f"row {index} behind the last group")
 
 
-def _values(
-    samples: Sequence[Sample], name: str, columns: Mapping[str, Column]
-) -> Sequence[np.ndarray]:
+def _column(fields: Sequence[Fields], name: str) -> list[np.ndarray]:
     try:
-        values = [sample.fields[name] for sample in samples]
+        return [row[name] for row in fields]
     except KeyError:
-        index, sample = next((i, s) for i, s in enumerate(samples) if name not in s.fields)
-        has = ", ".join(sample.fields)
+        index = next(i for i, row in enumerate(fields) if name not in row)
+        has = ", ".join(fields[index])
         raise _RefusedError(index, f"field {name} is missing; has {has}") from None
-    _check_dtype(name, values, columns[name].dtype)
-    return values
+
+
+def _with_more(
+    required: dict[str, list[np.ndarray]], samples: Sequence[Sample]
+) -> "Mapping[str, Sequence[FieldValue | None]]":
+    """Add the columns that the schema does not know; None where a row lacks it."""
+    if [len(sample.fields) for sample in samples].count(len(required)) == len(samples):
+        return required
+    columns: dict[str, Sequence[FieldValue | None]] = {**required}
+    for name in dict.fromkeys(name for sample in samples for name in sample.fields):
+        if name not in columns:
+            columns[name] = [sample.fields.get(name) for sample in samples]
+    return columns
+
+
+# The usual case of each check is a few loops in C over the whole column (`count` compares
+# identities first, and numpy has one object for each built-in dtype); only a refusal looks closer.
 
 
 def _check_dtype(name: str, values: Sequence[np.ndarray], dtype: np.dtype) -> None:
-    # Identity first: numpy has one object per built-in dtype, and comparing takes twice as long.
-    if all([getattr(value, "dtype", None) is dtype for value in values]):
+    if [getattr(value, "dtype", None) for value in values].count(dtype) == len(values):
         return
     for index, value in enumerate(values):
         seen = getattr(value, "dtype", type(value).__name__)
@@ -182,22 +197,34 @@ def _check_dtype(name: str, values: Sequence[np.ndarray], dtype: np.dtype) -> No
             raise _RefusedError(index, f"field {name} is {seen}, must be {dtype}")
 
 
-def _shapes(length: Length, sizes: list[int], prompts: list[int]) -> list[tuple[int, ...]] | None:
-    if length is Length.TOKENS:
-        return [(size,) for size in sizes]
-    if length is Length.RESPONSE:
-        return [(size - prompt,) for size, prompt in zip(sizes, prompts, strict=True)]
-    return [()] * len(sizes) if length is Length.SCALAR else None
+def _sizes(name: str, values: Sequence[np.ndarray], prompts: Sequence[int]) -> list[int]:
+    """Lengths of 1-d values; each must hold its prompt."""
+    if [value.ndim for value in values].count(1) == len(values) and min(prompts) > 0:
+        sizes = list(map(len, values))
+        if all(map(operator.le, prompts, sizes)):
+            return sizes
+    for index, (value, prompt) in enumerate(zip(values, prompts, strict=True)):
+        if value.ndim != 1 or not 0 < prompt <= len(value):
+            raise _RefusedError(
+                index, f"{name} has shape {value.shape}, num_prompt_tokens is {prompt}"
+            )
+    raise AssertionError(f"{name}: refused, but every value is right")
 
 
-def _check_shapes(
-    name: str, values: Sequence[np.ndarray], expected: list[tuple[int, ...]] | None
-) -> None:
-    shapes = [value.shape for value in values]
-    if expected is None or shapes == expected:
+def _check_sizes(name: str, values: Sequence[np.ndarray], sizes: list[int]) -> None:
+    is_flat = [value.ndim for value in values].count(1) == len(values)
+    if is_flat and list(map(len, values)) == sizes:
         return
-    index = next(i for i, shape in enumerate(shapes) if shape != expected[i])
-    raise _RefusedError(index, f"{name} has shape {shapes[index]}, must be {expected[index]}")
+    for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        if value.shape != (size,):
+            raise _RefusedError(index, f"{name} has shape {value.shape}, must be ({size},)")
+
+
+def _check_scalars(name: str, values: Sequence[np.ndarray]) -> None:
+    if [value.ndim for value in values].count(0) == len(values):
+        return
+    index, value = next((i, v) for i, v in enumerate(values) if v.ndim)
+    raise _RefusedError(index, f"{name} has shape {value.shape}, must be ()")
 
 
 def column(dtype: str, length: Length) -> Column:

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -147,15 +147,15 @@ class TransferQueue:
         A sample that breaks the schema refuses all groups of the call, nothing is put then.
         """
         by_uid = [(slot.uid, samples) for slot, samples in groups]
-        rows = self._schema.describe(by_uid)
+        described = self._schema.describe(by_uid)
         checks = [self._schema.checks() for _ in by_uid]
-        refs = self._payload.write(
-            [_columns(uid, [sample.fields for sample in samples]) for uid, samples in by_uid],
-            [check for check, _ in checks],
-        )
+        columns = [columns for _, columns in described]
+        refs = self._payload.write(columns, [check for check, _ in checks])
         infos = [
-            wire.GroupInfo(uid, ref, row, span.oldest, span.newest)
-            for (uid, _), ref, row, (_, span) in zip(by_uid, refs, rows, checks, strict=True)
+            wire.GroupInfo(uid, ref, rows, span.oldest, span.newest)
+            for (uid, _), ref, (rows, _), (_, span) in zip(
+                by_uid, refs, described, checks, strict=True
+            )
         ]
         why = f"put group {by_uid[0][0]}" if len(by_uid) == 1 else f"put {len(by_uid)} groups"
         reply = self._store("put_groups", wire.PutGroups(infos), wire.StoredGroups, refs, why)
@@ -175,7 +175,11 @@ class TransferQueue:
             False: nobody wants the group any more.
         """
         span = VersionSpan()
-        columns = _columns(slot.uid, samples)
+        names = dict.fromkeys(name for fields in samples for name in fields)
+        columns = Columns(
+            [(slot.uid, index) for index in range(len(samples))],
+            {name: [fields.get(name) for fields in samples] for name in names},
+        )
         refs = self._payload.write([columns], [{self._schema.versions: span}])
         request = wire.SavePartial(slot.uid, refs[0], span.oldest, span.newest)
         why = f"save tokens of group {slot.uid}"
@@ -415,14 +419,6 @@ class TransferQueue:
         return result, is_lost
 
 
-def _columns(uid: str, rows: Sequence[Fields]) -> Columns:
-    names: Collection[str] = rows[0].keys()
-    if not all([fields.keys() == names for fields in rows]):
-        names = dict.fromkeys(name for fields in rows for name in fields)
-    keys = [(uid, index) for index in range(len(rows))]
-    return Columns(keys, {name: [fields.get(name) for fields in rows] for name in names})
-
-
 def _poll(
     ask: Callable[[float], Response], is_enough: Callable[[Response], bool], timeout_s: float
 ) -> Response:
@@ -467,25 +463,22 @@ def _to_rows(
             raise block
         parts.append(block)
     told, uid, size = group.rows, group.uid, group.group_size
-    columns = zip(
-        group.samples, told.num_prompt_tokens, told.num_tokens, told.finish_reasons, strict=True
-    )
-    rows = []
-    for sample, num_prompt_tokens, num_tokens, reason in columns:
-        fields = _merged(parts, (uid, sample))
-        if schema.tokens:
-            _check_length(fields, schema.tokens, num_tokens, f"group {uid} sample {sample}")
-        rows.append(
-            Row(
-                uid=uid,
-                sample_index=sample,
-                group_size=size,
-                num_prompt_tokens=num_prompt_tokens,
-                finish_reason=_REASONS[reason],
-                fields=fields,
-            )
+    fields = [_merged(parts, (uid, sample)) for sample in group.samples]
+    if schema.tokens:
+        _check_sizes(group, fields, schema.tokens)
+    return [
+        Row(
+            uid=uid,
+            sample_index=sample,
+            group_size=size,
+            num_prompt_tokens=num_prompt_tokens,
+            finish_reason=_REASONS[reason],
+            fields=row,
         )
-    return rows
+        for sample, num_prompt_tokens, reason, row in zip(
+            group.samples, told.num_prompt_tokens, told.finish_reasons, fields, strict=True
+        )
+    ]
 
 
 def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
@@ -497,11 +490,17 @@ def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
     return fields
 
 
-def _check_length(fields: Fields, name: str, num_tokens: int, where: str) -> None:
-    tokens = fields.get(name)
-    if tokens is None or tokens.shape[0] != num_tokens:
-        seen = "are missing" if tokens is None else f"have shape {tokens.shape}"
-        raise TransferError(f"{where}: {name} {seen}, the queue was told {num_tokens}")
+def _check_sizes(group: wire.GroupRows, fields: Sequence[Fields], name: str) -> None:
+    """Does the payload hold the rows that the controller was told of?"""
+    try:
+        sizes = [row[name].shape[0] for row in fields]
+    except KeyError:
+        sizes = []
+    if sizes != group.rows.num_tokens:
+        raise TransferError(
+            f"group {group.uid}: {name} of its rows are missing or of other lengths: {sizes}, the "
+            f"queue was told {group.rows.num_tokens}"
+        )
 
 
 def _decode_cut(step: int, data: bytes | None) -> wire.LedgerCut | None:

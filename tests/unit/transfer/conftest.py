@@ -1,4 +1,4 @@
-"""A run folder, identities and samples for tests of the queue."""
+"""A run folder, identities, a controller, agents and clients for tests of the queue."""
 
 import dataclasses
 import shutil
@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer import wire
+from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.controller import QueueController
 from relax_hpc.transfer.queue_rules import QueueRulesConfig
+from relax_hpc.transfer.transfer_queue import TransferQueue
 
 NODES = ("n1", "n2")
+SMALL = TransferConfig(extent_mb=1, arena_mb=8, put_timeout_s=60)
 
 
 @pytest.fixture
@@ -41,10 +45,34 @@ RULES = QueueRulesConfig(
 
 
 @pytest.fixture
-def serve(folder: RunFolder, who: Callable[..., Identity]) -> Iterator[Callable[..., RpcServer]]:
+def start_agent(
+    folder: RunFolder, who: Callable[..., Identity]
+) -> Iterator[Callable[..., NodeAgent]]:
+    agents: list[NodeAgent] = []
+
+    def start(identity: Identity | None = None, config: TransferConfig = SMALL) -> NodeAgent:
+        agent = NodeAgent(who("dcs") if identity is None else identity, config)
+        agent.start()
+        agents.append(agent)
+        return agent
+
+    yield start
+    for agent in agents:
+        agent.close(remove=True)
+
+
+@pytest.fixture
+def serve(
+    folder: RunFolder,
+    who: Callable[..., Identity],
+    start_agent: Callable[..., NodeAgent],
+) -> Iterator[Callable[..., RpcServer]]:
+    """Start a controller, and at the first call the agent of node n1."""
     servers: list[RpcServer] = []
 
     def start(rules: QueueRulesConfig = RULES, **changes: object) -> RpcServer:
+        if not servers:
+            start_agent()
         identity = who("dcs", **changes)
         server = RpcServer(folder, wire.SERVICE, identity)
         QueueController(server, identity, rules)
@@ -55,3 +83,17 @@ def serve(folder: RunFolder, who: Callable[..., Identity]) -> Iterator[Callable[
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture
+def connect(folder: RunFolder) -> Iterator[Callable[..., TransferQueue]]:
+    queues: list[TransferQueue] = []
+
+    def open_queue(identity: Identity, **options: object) -> TransferQueue:
+        options.setdefault("config", SMALL)
+        queues.append(TransferQueue(identity, **options))  # type: ignore[arg-type]
+        return queues[-1]
+
+    yield open_queue
+    for queue in queues:
+        queue.close()

@@ -1,6 +1,7 @@
 """Client and controller over real sockets and shared memory."""
 
 import dataclasses
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.controller import QueueController
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
-from .conftest import RULES
+from .conftest import RULES, SMALL
 from .queue_process import make_group, make_sample
 
 Who = Callable[..., Identity]
 Serve = Callable[..., RpcServer]
+Connect = Callable[..., TransferQueue]
+StartAgent = Callable[..., NodeAgent]
 
 
 def _fill(queue: TransferQueue, version: int, num_groups: int) -> list[str]:
@@ -29,6 +32,11 @@ def _fill(queue: TransferQueue, version: int, num_groups: int) -> list[str]:
     for slot in slots:
         assert queue.put_group(slot, make_group(slot, version))
     return [slot.uid for slot in slots]
+
+
+def _num_blocks(queue: TransferQueue) -> int:
+    stats = queue.arena_stats()
+    return 0 if stats is None else stats.num_blocks
 
 
 def _train_step(train: TransferQueue, step: int, dp_size: int = 1) -> list[str]:
@@ -41,9 +49,11 @@ def _train_step(train: TransferQueue, step: int, dp_size: int = 1) -> list[str]:
     return uids
 
 
-def test_a_run_from_prompts_to_steps(who: Who, serve: Serve, folder: RunFolder) -> None:
+def test_a_run_from_prompts_to_steps(
+    who: Who, serve: Serve, folder: RunFolder, connect: Connect
+) -> None:
     serve()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout, train = connect(who()), connect(who("train"))
     rollout.open_dataset(100, "data")
     train.begin_train(0)
     seen = []
@@ -62,9 +72,9 @@ def test_a_run_from_prompts_to_steps(who: Who, serve: Serve, folder: RunFolder) 
     )
 
 
-def test_rows_come_back_bit_equal_in_whole_groups(who: Who, serve: Serve) -> None:
+def test_rows_come_back_bit_equal_in_whole_groups(who: Who, serve: Serve, connect: Connect) -> None:
     serve()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout, train = connect(who()), connect(who("train"))
     rollout.open_dataset(100, "data")
     train.begin_train(0)
     slots = rollout.admit(0, 8, 5.0).slots
@@ -85,13 +95,15 @@ def test_rows_come_back_bit_equal_in_whole_groups(who: Who, serve: Serve) -> Non
             assert not row.fields[name].flags.writeable
 
 
-def test_take_chunk_is_the_same_for_all_ranks_and_again(who: Who, serve: Serve) -> None:
+def test_take_chunk_is_the_same_for_all_ranks_and_again(
+    who: Who, serve: Serve, connect: Connect
+) -> None:
     rules = dataclasses.replace(RULES, chunks_per_step=1)
     serve(rules)
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     _fill(rollout, 0, 8)
-    ranks = [TransferQueue(who("train", rank=rank)) for rank in range(4)]
+    ranks = [connect(who("train", rank=rank)) for rank in range(4)]
     ranks[0].begin_train(0)
     shares: dict[int, list[list[tuple[str, int]]]] = {0: [], 1: []}
     for rank, queue in enumerate(ranks * 2):
@@ -105,18 +117,19 @@ def test_take_chunk_is_the_same_for_all_ranks_and_again(who: Who, serve: Serve) 
     assert not {u for u, _ in shares[0][0]} & {u for u, _ in shares[1][0]}
 
 
-def test_put_is_idempotent_and_refused_when_unwanted(who: Who, serve: Serve) -> None:
+def test_put_is_idempotent_and_refused_when_unwanted(
+    who: Who, serve: Serve, connect: Connect
+) -> None:
     serve()
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     first, second = rollout.admit(0, 2, 5.0).slots
-    segments = who().run.shm("n1") / "segments"
     assert rollout.put_group(first, make_group(first))
     assert rollout.put_group(first, make_group(first))
-    assert len(list(segments.iterdir())) == 1, "the second copy is removed"
+    assert _num_blocks(rollout) == 1, "the second copy is freed"
     rollout.return_group(second, "aborted")
     assert not rollout.put_group(second, make_group(second))
-    assert len(list(segments.iterdir())) == 1
+    assert _num_blocks(rollout) == 1
     again = rollout.admit(0, 1, 5.0).slots[0]
     assert again.prompt_index == second.prompt_index and again.uid != second.uid
     with pytest.raises(TransferError, match="was put already"):
@@ -124,16 +137,18 @@ def test_put_is_idempotent_and_refused_when_unwanted(who: Who, serve: Serve) -> 
     assert rollout.status().redispatched == {"aborted": 1}
 
 
-def test_capacity_blocks_and_a_dropped_group_frees_it(who: Who, serve: Serve) -> None:
+def test_capacity_blocks_and_a_dropped_group_frees_it(
+    who: Who, serve: Serve, connect: Connect
+) -> None:
     serve()
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     slots = rollout.admit(0, 100, 5.0).slots
     assert len(slots) == 8
     assert rollout.admit(0, 1, 0.0).slots == []
     got: list[str] = []
     waiter = threading.Thread(
-        target=lambda: got.extend(s.uid for s in TransferQueue(who(index=1)).admit(0, 9, 60).slots)
+        target=lambda: got.extend(s.uid for s in connect(who(index=1)).admit(0, 9, 60).slots)
     )
     waiter.start()
     rollout.drop_group(slots[0], "uninformative")
@@ -142,17 +157,17 @@ def test_capacity_blocks_and_a_dropped_group_frees_it(who: Who, serve: Serve) ->
     assert rollout.status().dropped == {"uninformative": 1}
 
 
-def test_ref_and_logprob_complete_groups(who: Who, serve: Serve) -> None:
+def test_ref_and_logprob_complete_groups(who: Who, serve: Serve, connect: Connect) -> None:
     tasks = {"ref": "ref_logprobs", "logprob": "train_logprobs"}
     serve(dataclasses.replace(RULES, task_fields=tasks))
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout, train = connect(who()), connect(who("train"))
     rollout.open_dataset(100, "data")
     train.begin_train(0)
     _fill(rollout, 0, 4)
     with pytest.raises(DeadlineError, match=r"chunk 0 of step 0.*waiting=4"):
         train.take_chunk(0, 0, 0, 1, 0.1)
     for task, name in tasks.items():
-        queue = TransferQueue(who(task))
+        queue = connect(who(task))
         taken = []
         while rows := queue.take_rows(task, 3, 0.2 if taken else 20.0):
             arrays = [np.full(row.num_tokens - 2, -float(len(task)), np.float32) for row in rows]
@@ -164,32 +179,30 @@ def test_ref_and_logprob_complete_groups(who: Who, serve: Serve) -> None:
             assert row.fields["ref_logprobs"][0] == -3.0
             assert row.fields["train_logprobs"][0] == -7.0
     with pytest.raises(TransferError, match="task 'critic' is not part"):
-        TransferQueue(who("critic")).take_rows("critic", 1, 0.0)
+        connect(who("critic")).take_rows("critic", 1, 0.0)
 
 
-def test_leases_return_when_the_role_restarts(who: Who, serve: Serve) -> None:
+def test_leases_return_when_the_role_restarts(who: Who, serve: Serve, connect: Connect) -> None:
     serve(dataclasses.replace(RULES, task_fields={"ref": "ref_logprobs"}))
-    rollout, ref = TransferQueue(who()), TransferQueue(who("ref"))
+    rollout, ref = connect(who()), connect(who("ref"))
     rollout.open_dataset(100, "data")
     _fill(rollout, 0, 2)
     first = ref.take_rows("ref", 4, 20.0)
     assert len(first) == 4
     assert ref.take_rows("ref", 4, 0.0) == []
-    again = TransferQueue(who("ref", incarnation=2))
+    again = connect(who("ref", incarnation=2))
     rows = again.take_rows("ref", 4, 20.0)
     assert {(r.uid, r.sample_index) for r in rows} == {(r.uid, r.sample_index) for r in first}
     with pytest.raises(StaleIncarnationError):
         ref.put_fields(first, "ref_logprobs", [np.zeros(r.num_tokens - 2, "f4") for r in first])
 
 
-def test_remote_nodes_get_the_same_rows(who: Who, serve: Serve) -> None:
+def test_remote_nodes_get_the_same_rows(who: Who, serve: Serve, connect: Connect) -> None:
     serve()
-    agent = NodeAgent(who("dcs"))
-    agent.start()
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     _fill(rollout, 0, 4)
-    near, far = TransferQueue(who("train")), TransferQueue(who("train", rank=1, node="n2"))
+    near, far = connect(who("train")), connect(who("train", rank=1, node="n2"))
     near.begin_train(0)
     for index in (0, 1):
         ours = near.take_chunk(0, index, 0, 1, 20.0).rows
@@ -201,22 +214,23 @@ def test_remote_nodes_get_the_same_rows(who: Who, serve: Serve) -> None:
                 other = right.fields[name]
                 assert (array.dtype, array.shape) == (other.dtype, other.shape)
                 assert array.tobytes() == other.tobytes() and not other.flags.writeable
-    agent.close(remove=True)
 
 
-def test_corrupt_payload_is_replaced_not_delivered(who: Who, serve: Serve) -> None:
+def test_corrupt_payload_is_replaced_not_delivered(
+    who: Who, serve: Serve, connect: Connect
+) -> None:
     serve()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout = connect(who())
+    train = connect(who("train"), config=dataclasses.replace(SMALL, verify_shm=True))
     rollout.open_dataset(100, "data")
     train.begin_train(0)
     slots = rollout.admit(0, 4, 5.0).slots
     for slot in slots:
         rollout.put_group(slot, make_group(slot))
     bad = slots[0]
-    path = next((who().run.shm("n1") / "segments").glob(f"{bad.uid}-*"))
-    data = bytearray(path.read_bytes())
-    data[data.index(make_group(bad)[1].fields["tokens"].tobytes())] ^= 1
-    path.write_bytes(bytes(data))
+    (path,) = (who().run.shm("n1") / "arenas").iterdir()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        data[data.find(make_group(bad)[1].fields["tokens"].tobytes())] ^= 1
     uids = [row.uid for index in (0, 1) for row in train.take_chunk(0, 0, 0, 1, 5.0).rows]
     assert bad.uid not in uids and len(set(uids)) == 2
     assert train.status().redispatched == {"unreadable": 1}
@@ -241,10 +255,10 @@ def test_corrupt_payload_is_replaced_not_delivered(who: Who, serve: Serve) -> No
     ],
 )
 def test_malformed_samples_are_refused(
-    who: Who, serve: Serve, field: str, array: np.ndarray | None, message: str
+    who: Who, serve: Serve, field: str, array: np.ndarray | None, message: str, connect: Connect
 ) -> None:
     serve()
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     slot = rollout.admit(0, 1, 5.0).slots[0]
     sample = make_sample()
@@ -254,15 +268,15 @@ def test_malformed_samples_are_refused(
         sample.fields[field] = array
     with pytest.raises(TransferError, match=message):
         rollout.put_group(slot, [sample, make_sample()])
-    assert not list((who().run.shm("n1")).glob("segments/*"))
+    assert _num_blocks(rollout) == 0
     with pytest.raises(TransferError, match=r"has 1 samples.*group_size is 2"):
         rollout.put_group(slot, [make_sample()])
     assert rollout.put_group(slot, make_group(slot))
 
 
-def test_wrong_order_is_refused_with_the_reason(who: Who, serve: Serve) -> None:
+def test_wrong_order_is_refused_with_the_reason(who: Who, serve: Serve, connect: Connect) -> None:
     serve()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout, train = connect(who()), connect(who("train"))
     with pytest.raises(TransferError, match="admit before open_dataset"):
         rollout.admit(0, 1, 0.0)
     rollout.open_dataset(100, "data")
@@ -288,14 +302,14 @@ def test_wrong_order_is_refused_with_the_reason(who: Who, serve: Serve) -> None:
         train.take_chunk(0, 0, 0, 1, 0.0)
 
 
-def test_ranks_that_are_ahead_wait(who: Who, serve: Serve) -> None:
+def test_ranks_that_are_ahead_wait(who: Who, serve: Serve, connect: Connect) -> None:
     """dp rank 1 may ask for step 1 before rank 0 told the end of step 0, or began at all."""
     serve()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
+    rollout, train = connect(who()), connect(who("train"))
     rollout.open_dataset(100, "data")
     _fill(rollout, 0, 8)
     got: list[int] = []
-    early = TransferQueue(who("train", rank=1))
+    early = connect(who("train", rank=1))
 
     def ask(step: int) -> threading.Thread:
         thread = threading.Thread(
@@ -313,16 +327,16 @@ def test_ranks_that_are_ahead_wait(who: Who, serve: Serve) -> None:
     assert got == [0, 1]
 
 
-def test_evaluations_are_claimed_once(who: Who, serve: Serve) -> None:
+def test_evaluations_are_claimed_once(who: Who, serve: Serve, connect: Connect) -> None:
     serve(dataclasses.replace(RULES, eval_interval=2))
-    engines = [TransferQueue(who(index=i)) for i in (0, 1)]
-    train = TransferQueue(who("train"))
+    engines = [connect(who(index=i)) for i in (0, 1)]
+    train = connect(who("train"))
     engines[0].open_dataset(100, "data")
     train.begin_train(0)
     assert engines[0].evals_pending() == [0]
     assert [q.claim_eval(0) for q in (*engines, engines[0])] == [True, False, True]
     assert not engines[1].claim_eval(2), "not due yet"
-    again = TransferQueue(who(index=0, incarnation=2))
+    again = connect(who(index=0, incarnation=2))
     assert again.evals_pending() == [0]
     assert engines[1].claim_eval(0), "the claim of a dead engine is free"
     engines[1].finish_eval(0)
@@ -335,7 +349,7 @@ def test_evaluations_are_claimed_once(who: Who, serve: Serve) -> None:
 
 
 def test_two_runs_on_one_host_do_not_meet(
-    who: Who, serve: Serve, tmp_path: Path, folder: RunFolder
+    who: Who, serve: Serve, connect: Connect, tmp_path: Path, start_agent: StartAgent
 ) -> None:
     serve()
     other_folder = create_run_folder(tmp_path / "elsewhere", "run")
@@ -345,29 +359,27 @@ def test_two_runs_on_one_host_do_not_meet(
     server = RpcServer(other_folder, "transfer", other_dcs)
     QueueController(server, other_dcs, RULES)
     server.start_thread()
-    agents = [NodeAgent(who("dcs")), NodeAgent(other_dcs)]
-    for agent in agents:
-        agent.start()
-    ours, theirs = TransferQueue(who()), TransferQueue(other)
+    other_agent = start_agent(other_dcs)
+    ours, theirs = connect(who()), connect(other)
     ours.open_dataset(100, "a")
     theirs.open_dataset(50, "b")
     _fill(ours, 0, 3)
     _fill(theirs, 0, 2)
     assert (ours.status().ready, theirs.status().ready) == (3, 2)
-    assert folder.shm("n1") != other_folder.shm("n1")
-    agents[1].close(remove=True)
+    assert who().run.shm("n1") != other_folder.shm("n1")
+    theirs.close()
+    other_agent.close(remove=True)
     assert not other_folder.shm("n1").exists()
-    assert len(list((folder.shm("n1") / "segments").iterdir())) == 3
-    agents[0].close(remove=True)
+    assert list((who().run.shm("n1") / "arenas").iterdir())
     server.stop()
 
 
-def test_a_known_death_is_told_over_the_wire(who: Who, serve: Serve) -> None:
+def test_a_known_death_is_told_over_the_wire(who: Who, serve: Serve, connect: Connect) -> None:
     serve()
-    rollout = TransferQueue(who())
+    rollout = connect(who())
     rollout.open_dataset(100, "data")
     slots = rollout.admit(0, 3, 0.0).slots
-    supervisor = TransferQueue(who("supervisor"))
+    supervisor = connect(who("supervisor"))
     supervisor.release_producer("rollout", 0, 1)
     supervisor.release_producer("rollout", 0, 1)
     status = supervisor.status()
@@ -377,14 +389,14 @@ def test_a_known_death_is_told_over_the_wire(who: Who, serve: Serve) -> None:
 
 
 def test_a_journal_that_cannot_be_written_ends_the_service(
-    who: Who, folder: RunFolder, serve: Serve
+    who: Who, folder: RunFolder, serve: Serve, connect: Connect
 ) -> None:
     """What was not journalled is not acknowledged; the next start has the state before it."""
     identity = who("dcs")
     server = RpcServer(folder, "transfer", identity)
     controller = QueueController(server, identity, RULES)
     server.start_thread()
-    rollout = TransferQueue(who(), grace_s=60)
+    rollout = connect(who(), grace_s=60)
     rollout.open_dataset(100, "data")
     journal = controller._journal._journal
     assert journal is not None
