@@ -5,10 +5,9 @@ returns. A torn tail (the writer was killed inside a write) is ignored on readin
 the tail is an error, because everything after it would be applied to a wrong state.
 """
 
-import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,60 +192,3 @@ class GenerationalJournal:
             if len(parts) == 3 and all(part.isdigit() for part in parts):
                 found.append(_Generation(*(int(part) for part in parts)))
         return found
-
-
-class GroupCommit:
-    """Appends from one asyncio loop without blocking it: one fsync for all that came meanwhile.
-
-    `append` orders the record, `flushed` waits until all records appended so far are on disk.
-    A reply must not leave before `flushed`: what was acknowledged survives a kill.
-    """
-
-    def __init__(self, journal: GenerationalJournal) -> None:
-        self._journal = journal
-        self._pending: list[bytes] = []
-        self._num_appended = 0
-        self._num_durable = 0
-        self._writing: asyncio.Task[None] | None = None
-        self._failure: ControlError | None = None
-
-    def append(self, record: Any) -> None:
-        """Queue a record, in order; rendered now, it may change afterwards."""
-        self._pending.append(encode_line(record))
-        self._num_appended += 1
-
-    async def flushed(self) -> None:
-        """Wait until everything appended before this call is on disk.
-
-        Raises:
-            ControlError: the journal cannot be written; the service must end.
-        """
-        target = self._num_appended
-        while self._num_durable < target:
-            if self._failure is not None:  # records are lost: later ones must not follow them
-                raise self._failure
-            if self._writing is None:
-                self._writing = asyncio.ensure_future(self._write())
-            await asyncio.shield(self._writing)
-
-    async def rotate(self, snapshot: Callable[[], Any]) -> None:
-        """Start a new journal file from a snapshot that holds everything appended so far."""
-        while self._num_durable < self._num_appended:
-            await self.flushed()
-        self._journal.start(snapshot())  # no await since the check: nothing is in between
-
-    @property
-    def num_appended(self) -> int:
-        """Records appended since this object was made."""
-        return self._num_appended
-
-    async def _write(self) -> None:
-        try:
-            batch, self._pending = self._pending, []
-            await asyncio.to_thread(self._journal.append_lines, batch)
-            self._num_durable += len(batch)
-        except ControlError as err:
-            self._failure = err
-            raise
-        finally:
-            self._writing = None

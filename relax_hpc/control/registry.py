@@ -15,9 +15,10 @@ import time
 
 import msgspec
 
+from relax_hpc.control.group_commit import GroupCommit
 from relax_hpc.control.heartbeat import Heartbeat
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.journal import GenerationalJournal, GroupCommit
+from relax_hpc.control.journal import GenerationalJournal
 from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer
 from relax_hpc.errors import ControlError, DeadlineError
 from relax_hpc.log import kv

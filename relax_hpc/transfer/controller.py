@@ -1,39 +1,44 @@
 """The queue controller: service `transfer`. One asyncio loop; metadata only.
 
-request -> rules (decide) -> events -> state (apply) + journal (append) -> reply when on disk
-                                          |
-                                          +-> wakes requests that wait for what changed:
+A turn of the loop: every request that has arrived is decided, then those that wait and can go on,
+then the journal is written once for all of them. A reply leaves when its events are on disk.
+
+request -> rules (decide) -> events -> journal (append) + state (apply)
+                                                          |
+                                          wakes requests that wait for what changed:
    admit waits for slots       <- a step completed, a group dropped, a rollback
    take_rows waits for rows    <- a group was put, a lease returned
    take_chunk waits for chunks <- a group became ready, a step completed
    collect_free waits          <- the last group that used a block is gone
+
+Only take_rows answers before the disk does: a lease that is lost with the controller costs work
+that is done twice, never a row (put_fields accepts one result).
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
+from relax_hpc.control.group_commit import GroupCommit
 from relax_hpc.control.identity import SUPERVISOR, Identity
-from relax_hpc.control.journal import GenerationalJournal, GroupCommit
-from relax_hpc.control.rpc import Caller, Empty, RpcServer
-from relax_hpc.errors import ControlError
+from relax_hpc.control.journal import GenerationalJournal, encode_line
+from relax_hpc.control.rpc import Caller, Empty, Responder, RpcServer
+from relax_hpc.errors import ControlError, RelaxError
 from relax_hpc.log import kv
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.ledger_cut import cut_ledger
 from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig, client_of
-from relax_hpc.transfer.queue_state import CHUNKS, READY, ROWS, SLOTS, free_signal
+from relax_hpc.transfer.queue_state import CHUNKS, READY, SLOTS, free_signal, rows_signal
+from relax_hpc.transfer.waiting_room import Waiter, WaitingRoom
 
 logger = logging.getLogger(__name__)
 
 _ROTATE_EVENTS = 100_000
 """Start a new journal file after so many events: a restart replays at most these."""
-
-Reply = TypeVar("Reply")
 
 
 class QueueController:
@@ -49,20 +54,23 @@ class QueueController:
         )
         self._commit = GroupCommit(self._journal)
         self._num_rotated = 0
-        self._signals: dict[str, asyncio.Event] = {}
+        self._room = WaitingRoom()
         server.on_start(self._restore)
         server.on_newer(self._see)
+        server.on_drained(self._settle)
+        server.on_stop(self._commit.close)
         self._register()
 
     def _register(self) -> None:
-        register = self._server.register
+        register = self._server.register_direct
         register("open_dataset", wire.OpenDataset, self._open_dataset)
         register("admit", wire.Admit, self._admit)
         register("put_groups", wire.PutGroups, self._put_groups)
         register("save_partial", wire.SavePartial, self._save_partial)
         register("put_fields", wire.PutFields, self._put_fields)
-        for name in ("drop_group", "return_group", "reject_group"):
-            register(name, wire.EndGroup, self._end_group(name))
+        register("drop_group", wire.EndGroup, self._drop_group)
+        register("return_group", wire.EndGroup, self._return_group)
+        register("reject_group", wire.EndGroup, self._reject_group)
         register("take_rows", wire.TakeRows, self._take_rows)
         register("begin_train", wire.BeginTrain, self._begin_train)
         register("take_chunk", wire.TakeChunk, self._take_chunk)
@@ -79,13 +87,22 @@ class QueueController:
     # -- state and journal --------------------------------------------------------------------
 
     async def _restore(self) -> None:
-        lines = self._journal.read()
-        first = next(lines, None)
-        data = q.QueueData() if first is None else msgspec.json.decode(first, type=q.QueueData)
+        num_events, data = 0, q.QueueData()
         state = self._config.new_state(data)
-        num_events = 0
-        for num_events, line in enumerate(lines, start=1):  # noqa: B007 - logged below
-            state.apply(msgspec.json.decode(line, type=q.AnyEvent))
+        try:
+            lines = self._journal.read()
+            first = next(lines, None)
+            if first is not None:
+                data = msgspec.json.decode(first, type=q.QueueData)
+                state = self._config.new_state(data)
+            decoder = msgspec.json.Decoder(q.AnyEvent)
+            for num_events, line in enumerate(lines, start=1):  # noqa: B007 - logged below
+                state.apply(decoder.decode(line))
+        except msgspec.DecodeError as err:
+            raise ControlError(
+                f"the queue's journal in {self._identity.run.journal} is of another version of "
+                f"relax_hpc ({err}): go on with that version, or start a new run with run.init_from"
+            ) from err
         if data.attempt < self._identity.attempt:
             state.apply(q.AttemptBegun(self._identity.attempt))
         state.changed.clear()
@@ -107,200 +124,271 @@ class QueueController:
             )
 
     def _apply(self, events: Sequence[q.Event]) -> None:
-        state = self._rules.state
+        state, commit = self._rules.state, self._commit
         for event in events:
-            self._commit.append(event)
+            line = encode_line(event)  # before it is applied: the state may keep parts of it
             state.apply(event)
-        if CHUNKS in state.changed:
-            state.changed.add(READY)
-        for name in state.changed:
-            signal = self._signals.pop(name, None)
-            if signal is not None:
-                signal.set()
-        state.changed.clear()
+            commit.append_line(line)
 
-    async def _durable(self) -> None:
+    def _reply(self, responder: Responder, reply: msgspec.Struct | None) -> None:
+        """Answer when everything decided so far is on disk; rendered now, the state goes on."""
+        body = msgspec.msgpack.encode(Empty() if reply is None else reply)
+
+        def send(failure: ControlError | None) -> None:
+            if failure is None:
+                responder.send_encoded(body)
+            else:
+                responder.fail(failure)
+                self._server.fail(failure)  # the state in memory is ahead of the journal
+
+        self._commit.when_durable(send)
+
+    def _settle(self) -> None:
+        """At the end of a turn: let go on who can, then write."""
+        state = self._rules.state
+        while state.changed:
+            names, state.changed = state.changed, set()
+            for name in sorted(names):
+                self._wake(name)
+        if self._commit.num_appended - self._num_rotated >= _ROTATE_EVENTS:
+            self._num_rotated = self._commit.num_appended
+            self._commit.rotate_soon(lambda: self._rules.state.data)
+        self._commit.commit()
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def _wake(self, name: str) -> None:
+        if name == READY:
+            self._decide_chunks()
+        elif name == CHUNKS:
+            self._retry(CHUNKS, self._try_chunk)
+        elif name == SLOTS:
+            self._wake_admits()
+        elif name.startswith("free"):
+            self._retry(name, self._try_free)
+        else:
+            self._retry(name, self._try_rows)
+
+    def _retry(self, signal: str, attempt: Callable[[Caller, Any, Responder], bool]) -> None:
+        """Ask again for each waiter; where one cannot go on, the later ones cannot, either."""
+        for waiter in self._room.waiting(signal):
+            if not self._try(waiter, attempt) and signal != CHUNKS:
+                break  # every rank has a share of its own
+
+    def _try(self, waiter: Waiter, attempt: Callable[[Caller, Any, Responder], bool]) -> bool:
         try:
-            await self._commit.flushed()
-        except ControlError as err:
-            self._server.fail(err)  # the state in memory is ahead of the journal
-            raise
+            is_answered = attempt(waiter.caller, waiter.request, waiter.responder)
+        except RelaxError as err:
+            waiter.responder.fail(err)
+            is_answered = True
+        if is_answered:
+            self._room.leave(waiter)
+        return is_answered
 
-    async def _wait(
-        self, name: str, wait_s: float, ask: Callable[[], Awaitable[Reply | None]]
-    ) -> Reply | None:
-        """Ask again whenever `name` changed, until there is an answer or the time is over."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            signal = self._signals.setdefault(
-                name, asyncio.Event()
-            )  # taken before asking: no change is missed
-            answer = await ask()
-            left_s = deadline - time.monotonic()
-            if answer is not None or left_s <= 0:
-                return answer
-            try:
-                await asyncio.wait_for(signal.wait(), left_s)
-            except TimeoutError:
-                return await ask()
+    def _wake_admits(self) -> None:
+        blocked: set[int] = set()
+        for waiter in self._room.waiting(SLOTS):
+            version = waiter.request.engine_version
+            if version not in blocked and not self._try(waiter, self._try_admit):
+                blocked.add(version)
+
+    def _decide_chunks(self) -> None:
+        """Decide what can be decided for those who wait; CHUNKS then answers them."""
+        asked: set[int] = set()
+        for waiter in self._room.waiting(CHUNKS):
+            if waiter.request.index not in asked:
+                asked.add(waiter.request.index)
+                self._try(waiter, self._try_decide)
 
     # -- rollout ------------------------------------------------------------------------------
 
-    async def _open_dataset(self, caller: Caller, request: wire.OpenDataset) -> None:
-        self._apply(self._rules.open_dataset(request))
-        await self._durable()
+    def _open_dataset(
+        self, caller: Caller, request: wire.OpenDataset, responder: Responder
+    ) -> None:
+        events = self._rules.open_dataset(request)
+        if events and self._rules.state.data.ledger.num_prompts:
+            logger.warning("data set changed %s", kv(num_prompts=request.num_prompts))
+        self._apply(events)
+        self._reply(responder, None)
 
-    async def _admit(self, caller: Caller, request: wire.Admit) -> wire.Admitted:
-        async def ask() -> wire.Admitted | None:
-            grant = self._rules.state.data.admissions.get(client_of(caller))
-            if grant is None or grant.key != request.key:
-                event = self._rules.admit(caller, request)
-                if event is None and self._rules.is_done:
-                    await self._durable()
-                    return wire.Admitted([], True)
-                if event is None:
-                    return None
-                self._apply([event])
-                grant = self._rules.state.data.admissions[client_of(caller)]
-            await self._durable()
-            return wire.Admitted(grant.slots, False)
+    def _admit(self, caller: Caller, request: wire.Admit, responder: Responder) -> None:
+        if not self._try_admit(caller, request, responder):
+            nothing = wire.Admitted([], False)
+            self._room.enter(
+                SLOTS, caller, request, responder, lambda w: self._reply(w.responder, nothing)
+            )
 
-        reply = await self._wait(SLOTS, request.wait_s, ask)
-        return wire.Admitted([], False) if reply is None else reply
+    def _try_admit(self, caller: Caller, request: wire.Admit, responder: Responder) -> bool:
+        client, admissions = client_of(caller), self._rules.state.data.admissions
+        grant = admissions.get(client)
+        if grant is None or grant.key != request.key:
+            event = self._rules.admit(caller, request)
+            if event is None and self._rules.is_done:
+                self._reply(responder, wire.Admitted([], True))
+                return True
+            if event is None:
+                return False
+            self._apply([event])
+            grant = admissions[client]
+        self._reply(responder, wire.Admitted(grant.slots, False))
+        return True
 
-    async def _put_groups(self, caller: Caller, request: wire.PutGroups) -> wire.StoredGroups:
-        results, now = [], time.time()
+    def _put_groups(self, caller: Caller, request: wire.PutGroups, responder: Responder) -> None:
+        results, now, rules = [], time.time(), self._rules
         for group in request.groups:
-            reply, events = self._rules.put_group(group, now)
+            rules.check_rows(group)
+        for group in request.groups:
+            reply, events = rules.put_group(group, now)
             self._apply(events)
             results.append(reply)
-        await self._durable()
-        return wire.StoredGroups(results)
+        self._reply(responder, wire.StoredGroups(results))
 
-    async def _save_partial(self, caller: Caller, request: wire.SavePartial) -> wire.Stored:
+    def _save_partial(
+        self, caller: Caller, request: wire.SavePartial, responder: Responder
+    ) -> None:
         reply, events = self._rules.save_partial(request)
         self._apply(events)
-        await self._durable()
-        return reply
+        self._reply(responder, reply)
 
-    async def _put_fields(self, caller: Caller, request: wire.PutFields) -> wire.Stored:
+    def _put_fields(self, caller: Caller, request: wire.PutFields, responder: Responder) -> None:
         reply, events = self._rules.put_fields(request)
         self._apply(events)
-        await self._durable()
-        return reply
+        self._reply(responder, reply)
 
-    def _end_group(self, name: str) -> Callable[[Caller, wire.EndGroup], Awaitable[None]]:
-        async def handler(caller: Caller, request: wire.EndGroup) -> None:
-            rules = self._rules
-            decide = {
-                "drop_group": rules.drop_group,
-                "return_group": rules.return_group,
-                "reject_group": rules.reject_group,
-            }[name]
-            events = decide(request)
-            if events and name == "reject_group":
-                logger.warning("unreadable %s", kv(uid=request.uid, reason=request.reason))
-            self._apply(events)
-            await self._durable()
+    def _drop_group(self, caller: Caller, request: wire.EndGroup, responder: Responder) -> None:
+        self._apply(self._rules.drop_group(request))
+        self._reply(responder, None)
 
-        return handler
+    def _return_group(self, caller: Caller, request: wire.EndGroup, responder: Responder) -> None:
+        self._apply(self._rules.return_group(request))
+        self._reply(responder, None)
+
+    def _reject_group(self, caller: Caller, request: wire.EndGroup, responder: Responder) -> None:
+        events = self._rules.reject_group(request)
+        if events:
+            logger.warning("unreadable %s", kv(uid=request.uid, reason=request.reason))
+        self._apply(events)
+        self._reply(responder, None)
 
     # -- ref, logprob -------------------------------------------------------------------------
 
-    async def _take_rows(self, caller: Caller, request: wire.TakeRows) -> wire.TakenRows:
-        async def ask() -> wire.TakenRows | None:
-            grant = self._rules.state.data.takes.get(client_of(caller))
-            if grant is None or grant.key != request.key:
-                event = self._rules.take_rows(caller, request)
-                if event is None:
-                    return None
-                self._apply([event])
-                grant = self._rules.state.data.takes[client_of(caller)]
-            await self._durable()
-            return self._rules.rows_reply(grant.rows)
+    def _take_rows(self, caller: Caller, request: wire.TakeRows, responder: Responder) -> None:
+        if not self._try_rows(caller, request, responder):
+            nothing = wire.TakenRows([])
+            self._room.enter(
+                rows_signal(request.task),
+                caller,
+                request,
+                responder,
+                lambda w: w.responder.send(nothing),
+            )
 
-        reply = await self._wait(ROWS, request.wait_s, ask)
-        return wire.TakenRows([]) if reply is None else reply
+    def _try_rows(self, caller: Caller, request: wire.TakeRows, responder: Responder) -> bool:
+        client, takes = client_of(caller), self._rules.state.data.takes
+        grant = takes.get(client)
+        if grant is None or grant.key != request.key:
+            event = self._rules.take_rows(caller, request)
+            if event is None:
+                return False
+            self._apply([event])
+            grant = takes[client]
+        responder.send(self._rules.rows_reply(grant.rows))  # before it is on disk: see above
+        return True
 
     # -- train --------------------------------------------------------------------------------
 
-    async def _begin_train(self, caller: Caller, request: wire.BeginTrain) -> None:
+    def _begin_train(self, caller: Caller, request: wire.BeginTrain, responder: Responder) -> None:
         before = self._rules.state.data.version
         events = self._rules.begin_train(caller, request)
         self._apply(events)
-        await self._durable()
+        self._reply(responder, None)
         if events:
-            logger.info("train begins %s", kv(step=request.step, version_before=before))
+            is_restored = any(isinstance(event, q.LedgerRestored) for event in events)
+            logger.info(
+                "train begins %s",
+                kv(step=request.step, version_before=before, ledger_restored=is_restored),
+            )
 
-    async def _take_chunk(self, caller: Caller, request: wire.TakeChunk) -> wire.TakenChunk:
-        async def ask() -> wire.TakenChunk | None:
-            while events := self._rules.decide_chunk(caller, request):
-                self._apply(events)
-            reply = self._rules.chunk_reply(caller, request)
-            if reply is not None:
-                await self._durable()
-            return reply
+    def _take_chunk(self, caller: Caller, request: wire.TakeChunk, responder: Responder) -> None:
+        self._try_decide(caller, request, responder)
+        if not self._try_chunk(caller, request, responder):
+            nothing = wire.TakenChunk(None)
+            self._room.enter(
+                CHUNKS, caller, request, responder, lambda w: self._reply(w.responder, nothing)
+            )
 
-        reply = await self._wait(READY, request.wait_s, ask)
-        return wire.TakenChunk(None) if reply is None else reply
+    def _try_decide(self, caller: Caller, request: wire.TakeChunk, responder: Responder) -> bool:
+        while events := self._rules.decide_chunk(caller, request):
+            self._apply(events)
+        return False
 
-    async def _cut_ledger(self, caller: Caller, request: wire.CutLedger) -> wire.LedgerCut:
-        cut = cut_ledger(self._rules.state.data, request.step)
-        await self._durable()
-        return cut
+    def _try_chunk(self, caller: Caller, request: wire.TakeChunk, responder: Responder) -> bool:
+        reply = self._rules.chunk_reply(caller, request)
+        if reply is not None:
+            self._reply(responder, reply)
+        return reply is not None
 
-    async def _complete_step(self, caller: Caller, request: wire.CompleteStep) -> wire.StepSummary:
+    def _cut_ledger(self, caller: Caller, request: wire.CutLedger, responder: Responder) -> None:
+        self._reply(responder, cut_ledger(self._rules.state.data, request.step))
+
+    def _complete_step(
+        self, caller: Caller, request: wire.CompleteStep, responder: Responder
+    ) -> None:
         self._apply(self._rules.complete_step(caller, request))
         summary = self._rules.state.data.last_summary
-        await self._durable()
-        await self._rotate()
         assert summary is not None
-        return summary
-
-    async def _rotate(self) -> None:
-        if self._commit.num_appended - self._num_rotated >= _ROTATE_EVENTS:
-            self._num_rotated = self._commit.num_appended
-            await self._commit.rotate(lambda: self._rules.state.data)
+        self._reply(responder, summary)
 
     # -- evaluation and state -----------------------------------------------------------------
 
-    async def _claim_eval(self, caller: Caller, request: wire.Version) -> wire.Answer:
+    def _claim_eval(self, caller: Caller, request: wire.Version, responder: Responder) -> None:
         answer, events = self._rules.claim_eval(caller, request.version)
         self._apply(events)
-        await self._durable()
-        return wire.Answer(answer)
+        self._reply(responder, wire.Answer(answer))
 
-    async def _finish_eval(self, caller: Caller, request: wire.Version) -> None:
+    def _finish_eval(self, caller: Caller, request: wire.Version, responder: Responder) -> None:
         self._apply([q.EvalFinished(request.version)])
-        await self._durable()
+        self._reply(responder, None)
 
-    async def _evals_pending(self, caller: Caller, request: Empty) -> wire.Versions:
-        return wire.Versions(self._rules.evals_pending())
+    def _evals_pending(self, caller: Caller, request: Empty, responder: Responder) -> None:
+        responder.send(wire.Versions(self._rules.evals_pending()))
 
-    async def _release_producer(self, caller: Caller, request: wire.Producer) -> None:
+    def _release_producer(
+        self, caller: Caller, request: wire.Producer, responder: Responder
+    ) -> None:
         self._apply([q.ProducerLost(request.role, request.index, request.incarnation)])
-        await self._durable()
+        self._reply(responder, None)
 
-    async def _status(self, caller: Caller, request: Empty) -> wire.QueueStatus:
-        return self._rules.status(time.time())
+    def _status(self, caller: Caller, request: Empty, responder: Responder) -> None:
+        responder.send(self._rules.status(time.time()))
 
-    # -- node agents --------------------------------------------------------------------------
+    # -- arenas -------------------------------------------------------------------------------
 
-    async def _collect_free(self, caller: Caller, request: wire.CollectFree) -> wire.Freed:
+    def _collect_free(
+        self, caller: Caller, request: wire.CollectFree, responder: Responder
+    ) -> None:
         self._rules.state.blocks.acknowledge(request.arena, request.acked)
+        if not self._try_free(caller, request, responder):
+            nothing = wire.Freed([])
+            self._room.enter(
+                free_signal(request.arena),
+                caller,
+                request,
+                responder,
+                lambda w: w.responder.send(nothing),
+            )
 
-        async def ask() -> wire.Freed | None:
-            found = sorted(self._rules.state.blocks.free_of(request.arena))
-            await self._durable()  # a block is reused only when its end is on disk
-            return wire.Freed(found) if found else None
+    def _try_free(self, caller: Caller, request: wire.CollectFree, responder: Responder) -> bool:
+        blocks = self._rules.state.blocks.free_of(request.arena)
+        if blocks:  # a block is reused only when its end is on disk
+            self._reply(responder, wire.Freed(sorted(blocks)))
+        return bool(blocks)
 
-        reply = await self._wait(free_signal(request.arena), request.wait_s, ask)
-        return wire.Freed([]) if reply is None else reply
-
-    async def _find_orphans(self, caller: Caller, request: wire.FindOrphans) -> wire.Orphans:
+    def _find_orphans(
+        self, caller: Caller, request: wire.FindOrphans, responder: Responder
+    ) -> None:
         blocks = self._rules.state.blocks
         names = [name for name in request.names if not blocks.has_extent(name)]
         for name in names:
             blocks.forget_extent(name)
-        await self._durable()
-        return wire.Orphans(names)
+        self._reply(responder, wire.Orphans(names))

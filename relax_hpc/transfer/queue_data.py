@@ -57,8 +57,10 @@ class Group(msgspec.Struct, kw_only=True):
 class Chunk(msgspec.Struct):
     """One decided chunk of the current step."""
 
+    picked: list[str]
+    """Group uids in the order they were picked; "" where one was lost and not yet replaced."""
     shares: list[list[str]]
-    """Group uids by dp rank."""
+    """The same by dp rank."""
     holes: list[int] = msgspec.field(default_factory=list)
     """dp ranks that lost a group (corrupt payload) and wait for another one."""
 
@@ -202,6 +204,7 @@ class RowsTaken(Event, tag="take"):
 class ChunkDecided(Event, tag="chunk"):
     """A chunk of the current step."""
 
+    picked: list[str]
     shares: list[list[str]]
 
 

@@ -77,7 +77,7 @@ def _tasks(state: QueueState, limit: StuckLimit) -> dict[str, wire.TaskStatus]:
 
 def summarize(data: q.QueueData, step: int) -> wire.StepSummary:
     """Describe the groups of the current chunks."""
-    uids = [uid for chunk in data.chunks for share in chunk.shares for uid in share]
+    uids = [uid for chunk in data.chunks for uid in chunk.picked]
     groups = [data.groups[uid] for uid in uids]
     ages = [
         step - (g.oldest_version if g.oldest_version >= 0 else g.engine_version) for g in groups
@@ -97,4 +97,5 @@ def summarize(data: q.QueueData, step: int) -> wire.StepSummary:
         staleness_max=max(ages),
         response_lengths=histogram_of(lengths),
         staleness=staleness,
+        uids=uids,
     )

@@ -185,7 +185,7 @@ class QueueRules:
             return _REFUSED, []
         if group.phase is not q.Phase.GENERATING:
             return wire.Stored(info.block in group.blocks, True), []
-        self._check_rows(info)
+        self.check_rows(info)
         if info.newest_version > self.state.data.version:  # weights of a branch that is gone
             return _REFUSED, [q.DispatchedAgain([info.uid], "rollback")]
         ended = self._beyond_the_bound(group, info)
@@ -196,7 +196,12 @@ class QueueRules:
         )
         return _KEPT, [event]
 
-    def _check_rows(self, info: wire.GroupInfo) -> None:
+    def check_rows(self, info: wire.GroupInfo) -> None:
+        """Refuse what can be no group of this run.
+
+        Raises:
+            TransferError: wrong number of rows, or columns of different length.
+        """
         rows = info.rows
         if len(rows) != self.config.group_size:
             raise TransferError(
@@ -333,7 +338,7 @@ class QueueRules:
         if not picked:
             return []
         parts = balance([data.groups[uid].num_tokens for uid in picked], request.dp_size)
-        return [q.ChunkDecided([[picked[i] for i in part] for part in parts])]
+        return [q.ChunkDecided(picked, [[picked[i] for i in part] for part in parts])]
 
     def chunk_reply(self, caller: Caller, request: wire.TakeChunk) -> wire.TakenChunk | None:
         """The share of a decided chunk; None: not decided, or a group of it is being replaced."""

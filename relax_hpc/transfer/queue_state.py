@@ -16,9 +16,14 @@ from relax_hpc.transfer.queue_histograms import count_ended, count_generated, co
 from relax_hpc.transfer.samplers import Window
 from relax_hpc.transfer.wire import BlockRef, Slot
 
-SLOTS, ROWS, READY, CHUNKS = "slots", "rows", "ready", "chunks"
+SLOTS, READY, CHUNKS = "slots", "ready", "chunks"
 """What waiting requests wait for; `QueueState.changed` collects what an event touched. READY: a
 chunk might be decided; CHUNKS: one was, or chunks changed."""
+
+
+def rows_signal(task: str) -> str:
+    """What the processes of a forward-only task wait for."""
+    return f"rows {task}"
 
 
 def free_signal(arena: str) -> str:
@@ -160,7 +165,7 @@ class QueueState:
             samples = list(range(len(event.rows)))
             group.missing[task] = samples
             self.pending[task][event.uid] = samples.copy()
-            self.changed.add(ROWS)
+            self.changed.add(rows_signal(task))
         self._check_ready(group)
 
     @_apply.register
@@ -211,10 +216,10 @@ class QueueState:
 
     @_apply.register
     def _(self, event: q.ChunkDecided) -> None:
-        self.data.chunks.append(q.Chunk([list(share) for share in event.shares]))
-        for share in event.shares:
-            for uid in share:
-                self._assign(uid)
+        shares = [list(share) for share in event.shares]
+        self.data.chunks.append(q.Chunk(list(event.picked), shares))
+        for uid in event.picked:
+            self._assign(uid)
         self.changed.add(CHUNKS)
 
     @_apply.register
@@ -222,6 +227,7 @@ class QueueState:
         chunk = self.data.chunks[event.chunk]
         chunk.holes.remove(event.dp_rank)
         chunk.shares[event.dp_rank].append(event.uid)
+        chunk.picked[chunk.picked.index("")] = event.uid
         self._assign(event.uid)
         self.changed.add(CHUNKS)
 
@@ -264,7 +270,7 @@ class QueueState:
     @_apply.register
     def _(self, event: q.StepCompleted) -> None:
         data = self.data
-        uids = [uid for chunk in data.chunks for share in chunk.shares for uid in share]
+        uids = [uid for chunk in data.chunks for uid in chunk.picked]
         self.ledger.train(event.step, [data.groups[uid].ticket for uid in uids])
         count_trained(data.histograms, event.summary)
         for uid in uids:
@@ -364,6 +370,7 @@ class QueueState:
                 if uid in share:
                     share.remove(uid)
                     chunk.holes.append(dp_rank)
+                    chunk.picked[chunk.picked.index(uid)] = ""
 
     def _remove_group(self, uid: str) -> None:
         group = self.data.groups.pop(uid)
@@ -408,7 +415,7 @@ class QueueState:
                 for client in [c for c in leases if c.startswith(prefix)]:
                     rows = self.pending[task].get(uid, []) + leases.pop(client)
                     self.pending[task][uid] = sorted(rows)
-                    self.changed.add(ROWS)
+                    self.changed.add(rows_signal(task))
         claims = self.data.eval_claims
         for version in [v for v, client in claims.items() if client.startswith(prefix)]:
             del claims[version]

@@ -15,16 +15,6 @@ def agent_service(node: str) -> str:
     return f"agent-{node}"
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """Where a piece of payload lies: a file in the shared memory of one node."""
-
-    node: str
-    name: str
-    nbytes: int
-    digest: str
-    """xxh3-64 of the header, which holds the checksum of every field."""
-
-
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     """Where a block of payload lies: part of an extent in the shared memory of one node."""
 
@@ -49,15 +39,6 @@ class DataAccess(msgspec.Struct, frozen=True):
     nixl_agent: str = ""
     """Name of the node's NIXL agent; empty: only TCP."""
     nixl_metadata: bytes = b""
-
-
-class RowInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What the controller knows about one sample."""
-
-    sample_index: int
-    num_prompt_tokens: int
-    num_tokens: int
-    finish_reason: str
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -272,20 +253,6 @@ class Producer(msgspec.Struct, frozen=True):
     incarnation: int
 
 
-class CollectGarbage(msgspec.Struct, frozen=True):
-    """A node agent acknowledges removed files and asks for more (long-poll)."""
-
-    node: str
-    removed: list[str]
-    wait_s: float
-
-
-class Garbage(msgspec.Struct, frozen=True):
-    """Files of a node that nobody will read again."""
-
-    names: list[str]
-
-
 class CollectFree(msgspec.Struct, frozen=True):
     """A producer asks which blocks of its arena nobody will read again (long-poll)."""
 
@@ -358,6 +325,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     response_lengths: Histogram = msgspec.field(default_factory=dict)
     staleness: Histogram = msgspec.field(default_factory=dict)
+    uids: list[str] = msgspec.field(default_factory=list)
+    """Groups in the order they were picked, chunk by chunk, before they were divided."""
 
 
 class Histograms(msgspec.Struct, kw_only=True):
@@ -428,15 +397,3 @@ class BlockPlace:
         r = self.ref
         where = f"{r.nbytes} bytes at {r.offset} of {r.tier} extent {r.extent}, epoch {r.epoch}"
         return f"block of {where}, node {r.node} (read on {self.reader_node})"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentPlace:
-    """A path and what it should hold, for error messages."""
-
-    segment: Segment
-    reader_node: str
-
-    def __str__(self) -> str:
-        s = self.segment
-        return f"segment {s.name} of node {s.node} (read on {self.reader_node})"

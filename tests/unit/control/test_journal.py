@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.control.journal import GenerationalJournal, GroupCommit, Journal
+from relax_hpc.control.group_commit import GroupCommit
+from relax_hpc.control.journal import GenerationalJournal, Journal
 from relax_hpc.errors import ControlError
 
 

@@ -168,7 +168,8 @@ class Simulation:
         summary = self.data.last_summary
         assert summary is not None
         assert summary.staleness_max == max(self.staleness[-len(uids) :])
-        self.trained[step] = uids
+        assert sorted(summary.uids) == sorted(uids)
+        self.trained[step] = summary.uids
         self.next_chunk, self.live = 0, []
 
     def kill_train(self) -> None:
