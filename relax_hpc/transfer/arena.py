@@ -146,7 +146,7 @@ class Spill(Protocol):
     def append(self, image: memoryview, *, epoch: int, digest: int) -> BlockRef:
         """Store a whole, committed block. Raises ArenaFullError over the budget."""
 
-    def free(self, blocks: Sequence[Place]) -> None:
+    def free(self, blocks: Sequence[Place]) -> object:
         """Blocks that are not referenced any more."""
 
 

@@ -44,7 +44,7 @@ _CHUNK_BYTES = 256 << 10
 everything is copied first and hashed afterwards."""
 _xxh3: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """Typed for arrays, which are buffers too."""
-_NOTHING = np.empty(0, np.uint8)
+_NOTHING = _xxh3(b"")
 
 Check = Callable[[np.ndarray], int]
 """Looks at a piece of a column: index of the first element that it refuses, -1 to accept all."""
@@ -249,8 +249,8 @@ def write_block(
     for column in plan.columns:
         check = checks.get(column.path[0]) if checks and column.kind == "array" else None
         size, begin = column.nbytes // column.dtype.itemsize, plan.payload_start + column.offset
-        target = np.frombuffer(view, column.dtype, size, begin) if size else _NOTHING
-        digests.append(_write_column(plan, column, target, check))
+        target = np.frombuffer(view, column.dtype, size, begin) if size else None
+        digests.append(_NOTHING if target is None else _write_column(plan, column, target, check))
     header = plan.header + struct.pack(f"<{len(digests)}Q", *digests)
     view[PREFIX_BYTES : PREFIX_BYTES + len(header)] = header
     _EPOCH.pack_into(view, _EPOCH_AT, epoch)
@@ -284,7 +284,7 @@ def _copy(
     """Copy values into the piece of a column that starts at element `begin`, and check them."""
     if len(flats) > 1:
         np.concatenate(flats, out=piece)
-    elif flats:
+    else:
         piece[...] = flats[0]
     if check is not None and (bad := check(piece)) >= 0:
         uid, sample_index = plan.keys[column.row_of(begin + bad)]
@@ -319,8 +319,10 @@ def first_not_finite(values: np.ndarray) -> int:
     if values.dtype.kind not in "fc" or values.size == 0:
         return -1
     # A sum of squares is finite only if every term is; it reads each value once and stores none.
-    if values.dtype.char in "fd" and np.isfinite(np.dot(values, values)):
-        return -1
+    if values.dtype.char in "fd":
+        with np.errstate(over="ignore"):
+            if np.isfinite(np.dot(values, values)):
+                return -1
     is_finite = np.isfinite(values)
     return -1 if is_finite.all() else int(np.argmin(is_finite))
 
@@ -372,7 +374,6 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
     header, digests, start = _read_header(buffer, ref, where)
     buffer = buffer.toreadonly()
     keys = _keys(header)
-    values: list[dict[str, Any]] = []
     try:
         cut = []
         for column, digest in zip(header.columns, digests, strict=True):
@@ -380,11 +381,11 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
             if verify and _xxh3(raw) != digest:
                 raise _corrupt(column, keys, raw, digest, _name(ref, where))
             cut.append(values_of(column, raw))
-        values = rows_of(header.columns, cut, len(keys))
+        rows = dict(zip(keys, rows_of(header.columns, cut, len(keys)), strict=True))
     except (ValueError, IndexError) as err:
         raise TransferError(f"{_name(ref, where)}: header contradicts itself: {err}") from err
-    check_commit(buffer, ref, where)
-    return dict(zip(keys, values, strict=True))
+    check_commit(buffer, ref, where)  # recycled while we looked
+    return rows
 
 
 def column_spans(buffer: memoryview, ref: BlockRef, where: str) -> list[Span]:
