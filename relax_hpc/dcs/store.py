@@ -24,7 +24,7 @@ from relax_hpc.dcs.layout import Box, itemsize
 from relax_hpc.errors import WeightSyncError
 from relax_hpc.log import kv
 from relax_hpc.runfolder import RunFolder
-from relax_hpc.transfer.shm import open_shm_folder
+from relax_hpc.transfer.owner import open_shm_folder
 
 _log = logging.getLogger(__name__)
 

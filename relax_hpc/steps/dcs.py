@@ -189,11 +189,12 @@ class DcsTask:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         text = identity.run.config.read_text(encoding="utf-8")
-        self._recovery = config_from_json(text, str(identity.run.config)).recovery
+        config = config_from_json(text, str(identity.run.config))
+        self._recovery = config.recovery
         self._services: list[_Service] = []
         self._membership = Membership(identity)
         self._control = RpcClient(identity.run, registry.SERVICE, identity)
-        self._agent = NodeAgent(identity)
+        self._agent = NodeAgent(identity, config.transfer)
         self._keeper = WeightKeeper(identity)
 
     def run(self) -> int:

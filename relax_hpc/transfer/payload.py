@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
@@ -21,6 +20,7 @@ from relax_hpc.log import kv
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.arena import Arena, ArenaLimits, ArenaStats, RpcGate
 from relax_hpc.transfer.block import Check, Columns, Rows
+from relax_hpc.transfer.extent import spill_folder
 from relax_hpc.transfer.owner import Owner
 from relax_hpc.transfer.reader import Reader
 from relax_hpc.transfer.spill import SpillLimits, SpillWriter
@@ -116,7 +116,7 @@ class Payload:
 
     def _spill(self, arena: str, stamp: bytes) -> SpillWriter:
         config, me = self._config, self._identity
-        folder = Path(config.spill_folder or me.run.path / "spill") / me.node
+        folder = spill_folder(me.run, me.node, config.spill_folder)
         limits = SpillLimits(max_bytes=config.spill_mb * _MB)
         return SpillWriter(folder, me.node, arena, limits, stamp)
 

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer
 from relax_hpc.records import FinishReason, PromptSlot, Sample
@@ -25,6 +26,7 @@ RULES = QueueRulesConfig(
     groups_per_step=4, group_size=2, max_staleness=1, chunks_per_step=2, train_steps=14, seed=5
 )
 NUM_PROMPTS = 40
+CONFIG = TransferConfig(extent_mb=1, arena_mb=4)
 
 
 def make_sample(version: int = 0, num_response: int = 3, mark: int = 7) -> Sample:
@@ -49,7 +51,7 @@ def make_group(slot: PromptSlot, version: int = 0, size: int = 2) -> list[Sample
 
 
 def controller(me: Identity) -> None:
-    NodeAgent(me).start()
+    NodeAgent(me, CONFIG).start()
     server = RpcServer(me.run, wire.SERVICE, me)
     QueueController(server, me, RULES)
     server.run()
@@ -57,7 +59,7 @@ def controller(me: Identity) -> None:
 
 def rollout(me: Identity) -> None:
     chance = random.Random(100 * me.index + me.incarnation)
-    queue = TransferQueue(me)
+    queue = TransferQueue(me, config=CONFIG)
     queue.open_dataset(NUM_PROMPTS, "data")
     while True:
         version = max(0, queue.status().version - chance.randint(0, 1))
@@ -70,7 +72,7 @@ def rollout(me: Identity) -> None:
 
 
 def train(me: Identity) -> None:
-    queue = TransferQueue(me)
+    queue = TransferQueue(me, config=CONFIG)
     checkpoint, log = me.run.path / "checkpoint", me.run.path / "trained"
     begin = int(checkpoint.read_text()) if checkpoint.exists() else 0
     queue.begin_train(begin)

@@ -1,5 +1,6 @@
 """kill -9 of the controller, of producers and of the consumer in a run of real processes."""
 
+import dataclasses
 import os
 import random
 import signal
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.control.identity import LocalPlace, observer_identity, task_environment
+from relax_hpc.control.rpc import RpcClient
 from relax_hpc.runfolder import RunFolder
+from relax_hpc.transfer import wire
+from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
 from .queue_process import NUM_PROMPTS, RULES
@@ -112,11 +116,17 @@ def _check(run: Run) -> None:
     # What was dispatched is trained, or waits for a dispatch that the last step left no room for.
     first_epoch = {index for epoch, index in prompts if epoch == 0}
     assert len(first_epoch) >= NUM_PROMPTS - status.to_dispatch
-    segments = run.folder.shm("n1") / "segments"
-    deadline = time.monotonic() + 60
-    while list(segments.glob("[!.]*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(segments.glob("[!.]*")), "memory of trained groups is given back"
+    _check_memory(run, queue)
+
+
+def _check_memory(run: Run, queue: TransferQueue) -> None:
+    """All producers have ended and all groups are trained: the sweep leaves nothing of them."""
+    me = dataclasses.replace(observer_identity(run.folder), node="n1")
+    client = RpcClient(run.folder, wire.SERVICE, me)
+    NodeAgent(me).sweep(client)
+    client.close()
+    queue.close()
+    assert not list((run.folder.shm("n1") / "arenas").iterdir())
 
 
 @pytest.mark.parametrize("seed", [1, 2])
