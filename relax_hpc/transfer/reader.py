@@ -13,7 +13,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,7 @@ from relax_hpc.log import kv
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Rows, open_block
 from relax_hpc.transfer.buffers import BufferPool
-from relax_hpc.transfer.extent import ExtentMap
+from relax_hpc.transfer.extent import ExtentMap, spill_folder
 from relax_hpc.transfer.frames import data_key
 from relax_hpc.transfer.opener import BlockOpener
 from relax_hpc.transfer.spill import TIER as SPILL_TIER
@@ -137,7 +137,7 @@ class Reader:
         self._node = identity.node
         self._verify_shm = config.verify_shm
         self._extents = ExtentMap(identity.run.shm(identity.node) / "arenas")
-        self._spill = Path(config.spill_folder or identity.run.path / "spill")
+        self._run, self._spill_folder = identity.run, config.spill_folder
         self._book = AccessBook(identity)
         self._pool = BufferPool()
         self._tcp = DataClient(
@@ -170,12 +170,11 @@ class Reader:
         results: dict[int, Rows | RelaxError] = {}
         remote: dict[str, list[int]] = {}
         for i, ref in enumerate(refs):
-            if ref.tier == SPILL_TIER and (self._spill / ref.node / ref.extent).exists():
-                results[i] = self._caught(self._read_spilled, ref)
-            elif ref.tier != SPILL_TIER and ref.node == self._node:
-                results[i] = self._caught(self._read_mapped, ref)
-            else:
+            result = self._read_near(ref)
+            if result is None:
                 remote.setdefault(ref.node, []).append(i)
+            else:
+                results[i] = result
         for found in self._read_nodes(refs, remote, deadline):
             results.update(found)
         self._count(refs, results)
@@ -197,21 +196,39 @@ class Reader:
 
     # -- near ---------------------------------------------------------------------------------
 
+    def _read_near(self, ref: BlockRef) -> Rows | RelaxError | None:
+        """Read what this node can see; None: ask the block's node."""
+        try:
+            if ref.tier == SPILL_TIER:
+                return self._read_spilled(ref) if self._sees_spill(ref) else None
+            return self._read_mapped(ref) if ref.node == self._node else None
+        except RelaxError as err:
+            if ref.node == self._node:
+                return err
+            logger.warning("spill folder not as expected %s", kv(note=err))
+            return None  # a shared file system may show another node's files late
+
     def _read_mapped(self, ref: BlockRef) -> Rows:
         where = f"mapped on {self._node}"
         return open_block(self._extents.view(ref, where), ref, verify=self._verify_shm, where=where)
 
-    def _read_spilled(self, ref: BlockRef) -> Rows:
-        buffer = self._pool.take(ref.nbytes)
-        image = read_spilled(self._spill / ref.node, ref, into=buffer)
-        return open_block(image, ref, verify=True, where=f"spill, read on {self._node}")
+    def _spill_of(self, node: str) -> Path:
+        return spill_folder(self._run, node, self._spill_folder)
 
-    @staticmethod
-    def _caught(read: Callable[[BlockRef], Rows], ref: BlockRef) -> Rows | RelaxError:
+    def _sees_spill(self, ref: BlockRef) -> bool:
+        """True on the node itself, and where the folder is shared."""
+        return ref.node == self._node or self._spill_of(ref.node).is_dir()
+
+    def _read_spilled(self, ref: BlockRef) -> Rows:
+        folder = self._spill_of(ref.node)
         try:
-            return read(ref)
-        except RelaxError as err:
-            return err
+            is_whole = ref.offset + ref.nbytes <= (folder / ref.extent).stat().st_size
+        except OSError:
+            is_whole = True  # read_spilled says what is wrong
+        # A wrong length must not cost memory.
+        buffer = self._pool.take(ref.nbytes) if is_whole else memoryview(bytearray())
+        image = read_spilled(folder, ref, into=buffer)
+        return open_block(image, ref, verify=True, where=f"spill, read on {self._node}")
 
     # -- far ----------------------------------------------------------------------------------
 

@@ -9,14 +9,12 @@ A stream that breaks connects again, to the agent's new address when it was rest
 where it was: blocks never change while their epoch holds, and every reply says whether it did.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
-from relax_hpc.control.rpc import RpcClient
 from relax_hpc.errors import RelaxError, StaleEpochError, TransferError
 from relax_hpc.transfer.buffers import BufferPool
 from relax_hpc.transfer.frames import Reply
-from relax_hpc.transfer.read_plan import ReadPlan, Span
+from relax_hpc.transfer.read_plan import ReadPlan
 from relax_hpc.transfer.tcp_stream import (
     Access,
     Advance,
@@ -26,7 +24,7 @@ from relax_hpc.transfer.tcp_stream import (
     Stream,
     run_together,
 )
-from relax_hpc.transfer.wire import BlockRef, Part, ReadPart
+from relax_hpc.transfer.wire import BlockRef
 
 Progress = Callable[[int, memoryview, int], None]
 """(index of the reference, its block, bytes of it that have come): called in the caller's thread,
@@ -97,7 +95,7 @@ class DataClient:
         """
         what = f"file {area}/{name} of node {node}"
         asked = Read(node, what, ReadPlan([(area, name)], [], []), memoryview(b""), deadline)
-        size = self._ask(asked, []).sizes[0]
+        size = self._ask(asked).sizes[0]
         if size < 0:
             raise TransferError(f"{what} does not exist (removed, or the node was cleaned)")
         plan = ReadPlan.of_file(area, name, size)
@@ -122,32 +120,31 @@ class DataClient:
         deadline: float,
         progress: Progress | None,
     ) -> dict[int, memoryview | RelaxError]:
-        """Read until all that is left of the batch is good: what is gone is found at the start."""
+        """Read until all that is left of the batch is good."""
         results: dict[int, memoryview | RelaxError] = {}
+        # A wrong length must not cost memory: what is huge is asked for before it is read.
+        is_plausible = sum(refs[i].nbytes for i in batch) <= _MAX_BATCH_BYTES
         while batch:
             plan = ReadPlan.of_blocks([refs[i] for i in batch])
-            buffer = self._pool.take(plan.nbytes)
-            read = Read(node, _describe(refs, batch), plan, buffer, deadline)
-            stale = self._receive(read, _Tracker(plan, buffer, progress, batch).advance)
-            reply = None
-            if stale is None:
-                every = list(range(len(batch)))
-                reply = self._ask(read, every)
-                stale = set(reply.stale)
-            bad = {}
-            for i, span in enumerate(plan.spans):
-                error = _problem(refs[batch[i]], span, reply, i in stale)
-                if error is not None:
-                    bad[i] = results[batch[i]] = error
-                elif reply is None:
-                    results[batch[i]] = buffer[span.start : span.start + span.nbytes]
-            if reply is None:
-                return results
-            batch = [index for i, index in enumerate(batch) if i not in bad]
+            what = _describe(refs, batch)
+            if is_plausible:
+                buffer = self._pool.take(plan.nbytes)
+                stale = self._receive(
+                    Read(node, what, plan, buffer, deadline),
+                    _Tracker(plan, buffer, progress, batch).advance,
+                )
+                if stale is not None:
+                    return results | _results(refs, batch, plan, buffer, stale)
+            reply = self._ask(Read(node, what, plan, memoryview(b""), deadline))
+            bad = _problems(refs, batch, plan, reply)
+            results.update(bad)
+            batch = [i for i in batch if i not in bad]
+            is_plausible = True
         return results
 
-    def _ask(self, read: Read, blocks: list[int]) -> Reply:
+    def _ask(self, read: Read) -> Reply:
         """Ask for sizes and epochs only."""
+        blocks = read.plan.touched([(0, read.plan.nbytes)])
         reply, _ = Stream(self._links, read, [], blocks).run(lambda _: None)
         return reply
 
@@ -210,74 +207,53 @@ def _batches(refs: Sequence[BlockRef]) -> list[list[int]]:
     return batches
 
 
-def _problem(ref: BlockRef, span: Span, reply: Reply | None, is_stale: bool) -> RelaxError | None:
-    """Return what is wrong with a block; None if nothing."""
-    name = f"block {ref.extent}+{ref.offset} of node {ref.node}"
-    if reply is not None:
+def _results(
+    refs: Sequence[BlockRef],
+    batch: Sequence[int],
+    plan: ReadPlan,
+    buffer: memoryview,
+    stale: set[int],
+) -> dict[int, memoryview | RelaxError]:
+    """Return the blocks of a buffer, by index of their reference."""
+    return {
+        i: _stale(refs[i]) if k in stale else buffer[span.start : span.start + span.nbytes]
+        for k, (i, span) in enumerate(zip(batch, plan.spans, strict=True))
+    }
+
+
+def _problems(
+    refs: Sequence[BlockRef], batch: Sequence[int], plan: ReadPlan, reply: Reply
+) -> dict[int, RelaxError]:
+    """Return what is wrong with blocks before anything was sent."""
+    stale, bad = set(reply.stale), dict[int, RelaxError]()
+    for k, (i, span) in enumerate(zip(batch, plan.spans, strict=True)):
         size = reply.sizes[span.file]
         if size < 0:
-            return StaleEpochError(
-                f"{name} is gone: its file does not exist there any more (its producer is dead "
-                "and nothing referenced it, or the node was cleaned)"
+            bad[i] = StaleEpochError(
+                f"{_name(refs[i])} is gone: its file does not exist there any more (its producer "
+                "is dead and nothing referenced it, or the node was cleaned)"
             )
-        if span.offset + span.nbytes > size:
-            return TransferError(
-                f"{name}: {ref.nbytes} bytes do not lie in its file of {size} bytes"
+        elif span.offset + span.nbytes > size:
+            bad[i] = TransferError(
+                f"{_name(refs[i])}: {span.nbytes} bytes do not lie in its file of {size} bytes"
             )
-    if is_stale:
-        return StaleEpochError(
-            f"{name} is gone: its epoch is no longer {ref.epoch}; its memory was freed or recycled"
-        )
-    return None
+        elif k in stale:
+            bad[i] = _stale(refs[i])
+    return bad
+
+
+def _stale(ref: BlockRef) -> StaleEpochError:
+    return StaleEpochError(
+        f"{_name(ref)} is gone: its epoch is no longer {ref.epoch}; its memory was freed or "
+        "recycled"
+    )
+
+
+def _name(ref: BlockRef) -> str:
+    return f"block {ref.extent}+{ref.offset} of node {ref.node}"
 
 
 def _describe(refs: Sequence[BlockRef], batch: Sequence[int]) -> str:
-    ref = refs[batch[0]]
     nbytes = sum(refs[i].nbytes for i in batch)
-    first = f"block {ref.extent}+{ref.offset} of node {ref.node}"
+    first = _name(refs[batch[0]])
     return first if len(batch) == 1 else f"{len(batch)} blocks ({nbytes} bytes), first {first}"
-
-
-# ---------------------------------------------------------------------------------------------
-# Reads through the agent's control channel
-# ---------------------------------------------------------------------------------------------
-
-PART_BYTES = 8 << 20
-"""One message of the agent: large enough for the wire, small enough for its memory."""
-
-
-def read_remote(agent: RpcClient, area: str, name: str, timeout_s: float, why: str) -> bytes:
-    """Fetch a whole file of a node's shared memory.
-
-    Args:
-        agent: client of that node's `agent-NODE` service.
-        area: segments or weights.
-        name: file name.
-        timeout_s: deadline of the whole transfer.
-        why: for the error message.
-
-    Raises:
-        TransferError: the file does not exist or changed its size.
-        DeadlineError: the agent did not answer in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    first = _part(agent, area, name, 0, deadline, why)
-    buffer = bytearray(first.total)
-    buffer[: len(first.data)] = first.data
-    offset = len(first.data)
-    while offset < first.total:
-        part = _part(agent, area, name, offset, deadline, why)
-        if part.total != first.total or not part.data:
-            raise TransferError(f"{area}/{name} changed while it was read ({why})")
-        buffer[offset : offset + len(part.data)] = part.data
-        offset += len(part.data)
-    return bytes(buffer)
-
-
-def _part(agent: RpcClient, area: str, name: str, offset: int, deadline: float, why: str) -> Part:
-    left_s = max(deadline - time.monotonic(), 0.001)
-    request = ReadPart(area, name, offset, PART_BYTES)
-    part = agent.call("read_part", request, Part, timeout_s=left_s, why=why)
-    if part.total < 0:
-        raise TransferError(f"{area}/{name} does not exist on its node ({why})")
-    return part

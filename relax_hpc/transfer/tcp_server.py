@@ -122,6 +122,8 @@ class DataServer:
         self._stopping = threading.Event()
         self._listener: socket.socket | None = None
         self._watchdog: threading.Thread | None = None
+        self.address = (ip, 0)
+        """(ip, port), once started."""
 
     def start(self) -> tuple[str, int]:
         """Bind to a free port, serve in daemon threads, return (ip, port).
@@ -140,9 +142,9 @@ class DataServer:
         self._listener.setblocking(False)  # a client may be gone between poll and accept
         self._watchdog = threading.Thread(target=self._watch, name="data-watch", daemon=True)
         self._watchdog.start()
-        port = int(self._listener.getsockname()[1])
-        logger.info("serving payload %s", kv(address=self._ip, port=port))
-        return self._ip, port
+        self.address = (self._ip, int(self._listener.getsockname()[1]))
+        logger.info("serving payload %s", kv(ip=self.address[0], port=self.address[1]))
+        return self.address
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End all connections and threads."""

@@ -233,7 +233,7 @@ class Stream:
             DeadlineError: of the read.
             WrongKeyError: whoever listens at the published address is not of this run.
         """
-        failures = 0
+        failures, first = 0, self.first
         while True:
             try:
                 return self._attempt(failures > 0, advance)
@@ -243,7 +243,8 @@ class Stream:
                 self._note = err
             except (OSError, FrameError) as err:
                 self._note = err
-            failures += 1
+            failures = failures + 1 if self.first == first else 1
+            first = self.first
             if self._address is not None:
                 self._links.forget(self._address)
             logger.info("read goes on %s", kv(what=self._read.what, after=self._note))
@@ -333,8 +334,10 @@ def run_together(read: Read, streams: Sequence[Stream], advance: Advance) -> lis
     for thread in threads:
         thread.start()
     try:
-        while not team.is_over:
-            advance(team.wait())
+        is_over = False
+        while not is_over:
+            upto, is_over = team.wait()
+            advance(upto)
     finally:
         read.cancelled.set()
         for thread in threads:
@@ -356,7 +359,7 @@ class _Team:
         self.errors: list[BaseException] = []
 
     @property
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         return len(self.answers) + len(self.errors) == len(self._streams)
 
     def work(self, k: int) -> None:
@@ -369,12 +372,12 @@ class _Team:
         else:
             self._end(self.answers, answer)
 
-    def wait(self) -> int:
-        """Wait for more bytes without a gap, or for the end; returns up to where they go."""
+    def wait(self) -> tuple[int, bool]:
+        """Wait for more bytes without a gap, or for the end; returns up to where, whether over."""
         with self._changed:
-            self._changed.wait_for(lambda: min(self._reached) > self._upto or self.is_over)
+            self._changed.wait_for(lambda: min(self._reached) > self._upto or self._is_over)
             self._upto = min(self._reached)
-            return self._upto
+            return self._upto, self._is_over
 
     def _mark(self, k: int, end: int) -> None:
         with self._changed:
