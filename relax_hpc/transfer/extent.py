@@ -84,6 +84,8 @@ def make_extent(folder: Path, request: ReserveExtent) -> Path:
         if read_owner(path) == request.owner and path.stat().st_size == nbytes:
             return path
         raise TransferError(f"extent {path} is there and belongs to another process")
+    if nbytes > (free := free_bytes(folder)):  # else it would fill the node before it fails
+        raise _no_room(folder, request, f"only {free} bytes")
     pid = os.getpid()
     temporary = folder / temporary_name(pid, process_start(pid), name)
     try:
@@ -93,13 +95,16 @@ def make_extent(folder: Path, request: ReserveExtent) -> Path:
         temporary.unlink(missing_ok=True)
         if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
             raise TransferError(f"cannot make extent {path}: {err.strerror}") from err
-        raise ArenaFullError(
-            f"shared memory is full: extent {name} needs {nbytes} bytes, {free_bytes(folder)} are "
-            f"free in {folder}; lower rollout.groups_per_step, max_staleness or "
-            "transfer.arena_mb, or give the node more memory (resources.mem_per_node_gb) or a "
-            "larger /dev/shm"
-        ) from err
+        raise _no_room(folder, request, f"{err.strerror}; {free_bytes(folder)} bytes") from err
     return path
+
+
+def _no_room(folder: Path, request: ReserveExtent, seen: str) -> ArenaFullError:
+    return ArenaFullError(
+        f"shared memory is full: extent {request.name} needs {request.nbytes} bytes ({seen} are "
+        f"free in {folder}); lower rollout.groups_per_step, max_staleness or transfer.arena_mb, "
+        "or give the node more memory (resources.mem_per_node_gb) or a larger /dev/shm"
+    )
 
 
 def _reserve(path: Path, nbytes: int, stamp: bytes) -> None:

@@ -1,7 +1,7 @@
-"""How much shared memory a node still has: its tmpfs, and the cgroup that is charged for it.
+"""How much shared memory a node still has: its tmpfs, its RAM, and the cgroup that pays for it.
 
-A full tmpfs is an error of posix_fallocate. A full cgroup is not: the kernel ends the process that
-asks for the page. So both are looked at before memory is reserved.
+A full tmpfs is an error of posix_fallocate. Full RAM (a tmpfs may be as large) or a full cgroup is
+none: the kernel ends a process. So all of them are looked at before memory is reserved.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KEEP_FRACTION = 0.02
-"""Of the tmpfs: left for weights, sockets of libraries and other jobs of the node."""
+"""Of the tmpfs and of RAM: left for weights, libraries and other jobs of the node."""
 _NO_LIMIT = 1 << 60
 """cgroup v1 writes a number like this for "no limit"."""
 
@@ -30,11 +30,21 @@ def room(folder: Path, cgroups: Path = Path("/sys/fs/cgroup")) -> Room:
     free = usage.f_bavail * usage.f_frsize
     kept = int(usage.f_blocks * usage.f_frsize * _KEEP_FRACTION)
     rooms = [Room(max(free - kept, 0), f"{free} bytes are free in {folder}, {kept} of them kept")]
+    total, available = _ram()
+    left = max(available - int(total * _KEEP_FRACTION), 0)
+    rooms.append(Room(left, f"{available} bytes of RAM are available"))
     rooms += [
         Room(left, f"{left} bytes are left in the memory cgroup {path}")
         for path, left in _cgroup_rooms(cgroups)
     ]
     return min(rooms, key=lambda one: one.nbytes)
+
+
+def _ram() -> tuple[int, int]:
+    """Return RAM in bytes: all, and what can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    values = {name: int(rest.split()[0]) << 10 for name, rest in (li.split(":") for li in lines)}
+    return values["MemTotal"], values["MemAvailable"]
 
 
 def _cgroup_rooms(root: Path) -> Iterator[tuple[Path, int]]:
