@@ -293,10 +293,12 @@ class RpcServer:
             path.unlink(missing_ok=True)
 
     async def _cancel_tasks(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [task for task in self._tasks if not task.done()]:
+            for task in tasks:
+                task.cancel()
+            # Again, until it took effect: wait_for(3.11) drops a cancellation that comes together
+            # with what it waits for (python/cpython#86296).
+            await asyncio.wait(tasks, timeout=0.1)
 
     # -- one turn -----------------------------------------------------------------------------
 
