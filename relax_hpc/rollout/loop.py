@@ -125,6 +125,14 @@ class Queue(typing.Protocol):
         ...
 
 
+class Archive(typing.Protocol):
+    """What the loop uses of `transfer.GroupArchive`."""
+
+    def offer(self, slot: PromptSlot, samples: list[Sample]) -> object:
+        """Archive a group soon, or drop and count it; never blocks."""
+        ...
+
+
 class Weights(typing.Protocol):
     """What the loop uses of `dcs.WeightSubscriber`. Blocking, one call at a time."""
 
@@ -171,6 +179,7 @@ class LoopParts:
     metrics: Metrics
     train_prompts: Prompts
     eval_prompts: Prompts = ()
+    archive: Archive | None = None
 
 
 class RolloutLoop:
@@ -398,6 +407,8 @@ class RolloutLoop:
         lengths = [len(completion.token_ids) for completion in result.completions]
         if result.verdict is Verdict.PUT:
             is_wanted = await self._call(queue.put_group, slot, result.samples)
+            if is_wanted and self._parts.archive is not None:
+                self._parts.archive.offer(slot, result.samples)
         elif result.verdict is Verdict.DROP:
             await self._call(queue.drop_group, slot, result.reason, lengths)
         else:

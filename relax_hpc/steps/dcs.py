@@ -44,8 +44,9 @@ from relax_hpc.log import kv, setup_logging
 from relax_hpc.rollout import sglang_shm
 from relax_hpc.steps.ending import run_step
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.agent import NodeAgent, reap_dead_runs
+from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.controller import QueueController
+from relax_hpc.transfer.leftovers import reap_dead_runs
 from relax_hpc.transfer.queue_rules import QueueRulesConfig
 
 _log = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from relax_hpc.rollout.engine import Engine, make_engine
 from relax_hpc.rollout.group import GroupMaker, Prompts
 from relax_hpc.rollout.loop import Admission, Admit, LoopParts, RolloutLoop
 from relax_hpc.steps.ending import run_step
+from relax_hpc.transfer.archive import GroupArchive
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,10 @@ async def _serve(config: Config, identity: Identity) -> None:
         )
         queue = TransferQueue(identity, config=config.transfer)
         await asyncio.to_thread(_open_dataset, queue, config.data, train_prompts)
-        async with _group_maker(config, engine, tokenizer) as maker:
+        async with (
+            _group_maker(config, engine, tokenizer) as maker,
+            _archive(config, identity) as archive,
+        ):
             parts = LoopParts(
                 engine=engine,
                 maker=maker,
@@ -87,6 +91,7 @@ async def _serve(config: Config, identity: Identity) -> None:
                 metrics=metrics,
                 train_prompts=train_prompts,
                 eval_prompts=eval_prompts,
+                archive=archive,
             )
             membership.report(state="running")
             await RolloutLoop(config, parts).run()
@@ -128,6 +133,19 @@ def _parallel_admit(identity: Identity) -> Admit:
             idle.append(client)
 
     return admit
+
+
+@contextlib.asynccontextmanager
+async def _archive(config: Config, identity: Identity) -> AsyncIterator[GroupArchive | None]:
+    """Build what writes trajectories, if the run wants them; at exit it writes what still waits."""
+    if not config.rollout.archive:
+        yield None
+        return
+    archive = GroupArchive(identity.run.trajectories, identity)
+    try:
+        yield archive
+    finally:
+        await asyncio.to_thread(archive.close)
 
 
 @contextlib.asynccontextmanager

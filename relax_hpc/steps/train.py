@@ -23,6 +23,7 @@ from relax_hpc.metrics.writers import MetricWriter
 from relax_hpc.steps.device import choose_device
 from relax_hpc.steps.ending import run_step
 from relax_hpc.steps.stop_flag import StopFlag
+from relax_hpc.transfer.archive import TrainedLog
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
 if typing.TYPE_CHECKING:
@@ -109,7 +110,12 @@ def _services(
         identity.run.checkpoints, config.train.keep_checkpoints, backend, initial_weights(config)
     )
     writer = stack.enter_context(MetricWriter(identity.run, "train", identity.index))
+    record = None
+    if config.rollout.archive and identity.rank == 0:
+        record = TrainedLog(identity.run.trajectories)
+        stack.callback(record.close)
     return TrainServices(
+        record=record,
         queue=queue,
         publisher=WeightPublisher(identity),
         keeper=keeper,

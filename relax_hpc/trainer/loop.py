@@ -79,6 +79,15 @@ class QueueState(typing.Protocol):
         ...
 
 
+class Completed(typing.Protocol):
+    """What the loop uses of the answer to `complete_step`."""
+
+    @property
+    def uids(self) -> Sequence[str]:
+        """Groups of the step, in the order in which they were picked."""
+        ...
+
+
 class TrainQueue(typing.Protocol):
     """The transfer queue as the train step uses it (relax_hpc.transfer)."""
 
@@ -96,7 +105,7 @@ class TrainQueue(typing.Protocol):
         """Wait for this replica's share of a chunk."""
         ...
 
-    def complete_step(self, step: int) -> object:
+    def complete_step(self, step: int) -> Completed:
         """Acknowledge all rows of the step after the optimizer step."""
         ...
 
@@ -117,6 +126,14 @@ class Publisher(typing.Protocol):
         shard_rank: int,
     ) -> object:
         """Publish this rank's shard of a version."""
+        ...
+
+
+class Record(typing.Protocol):
+    """Which groups were trained when; see transfer.archive.TrainedLog."""
+
+    def append(self, step: int, uids: Sequence[str]) -> object:
+        """Note a step; never fails."""
         ...
 
 
@@ -162,6 +179,8 @@ class Reporter(typing.Protocol):
 class TrainServices:
     """What the loop talks to. `queue` is used on leaders only, `reporter` on rank 0 only."""
 
+    record: Record | None = None
+    """On rank 0, where trajectories are archived."""
     queue: TrainQueue
     publisher: Publisher
     keeper: Keeper
@@ -299,7 +318,9 @@ class TrainLoop:
         self, step: int, stats: StepStats, more: dict[str, float], started: float
     ) -> None:
         if self._place.global_rank == 0:
-            self._services.queue.complete_step(step)
+            completed = self._services.queue.complete_step(step)
+            if self._services.record is not None:
+                self._services.record.append(step, completed.uids)
         self._publish(step + 1)
         if self._place.global_rank == 0:
             # Before the checkpoint: a rank that dies in between redoes the step or has its record.

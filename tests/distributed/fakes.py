@@ -55,11 +55,12 @@ class FakeQueue:
             fields[name].setflags(write=False)
         return msgspec.structs.replace(row, fields=fields)
 
-    def complete_step(self, step: int) -> None:
+    def complete_step(self, step: int) -> types.SimpleNamespace:
         self.calls.append(("complete", step))
         for memory in self.lent:
             memory.fill(1)
         self.lent.clear()
+        return types.SimpleNamespace(uids=[f"group of {step}"])
 
     def status(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(generating=3, ready=0, assigned=1)

@@ -98,6 +98,7 @@ class Run:
                 **rollout,
             },
             "train": {"chunks_per_step": 2},
+            "transfer": {"extent_mb": 2, "arena_mb": 32},
             "resources": {"rollout": {"ranks": rollout.get("num_engines", 1)}},
         }
         config = config_from_tree(tree, "test")

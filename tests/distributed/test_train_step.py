@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.recovery.checkpoint import read_manifest
+from relax_hpc.transfer.archive import read_archive, read_trained
 from tests.distributed.real_steps import StepRun, make_addition_model
 
 pytestmark = pytest.mark.distributed
@@ -35,6 +37,7 @@ def make_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., StepRun]]:
                 "eval_interval": 0,
             },
             "train": {"chunks_per_step": 2, "lr": 1e-4, "save_interval": 2},
+            "transfer": {"extent_mb": 2, "arena_mb": 32},
             "recovery": {"progress_timeout_s": 120.0},
         }
         for name, values in sections.items():
@@ -66,6 +69,12 @@ def test_a_run_with_all_roles(make_run: Callable[..., StepRun]) -> None:
     folder = run.folder.checkpoints / f"step_{STEPS}"
     assert (folder / "manifest.json").exists()
     assert (folder / "hf" / "tokenizer.json").exists()
+    assert "ledger.bin" in read_manifest(folder).files
+    trained = read_trained(run.folder.trajectories)
+    archived = {slot.uid: samples for slot, samples in read_archive(run.folder.trajectories)}
+    assert [len(uids) for uids in trained.values()] == [4] * STEPS
+    assert {uid for uids in trained.values() for uid in uids} <= set(archived)
+    assert all(len(samples) == 4 for samples in archived.values())
 
 
 def test_killed_train_rank_resumes_from_the_checkpoint(make_run: Callable[..., StepRun]) -> None:

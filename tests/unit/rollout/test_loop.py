@@ -76,6 +76,7 @@ class Service:
         self.ready: list[tuple[PromptSlot, list[Sample]]] = []
         self.dropped: collections.Counter[str] = collections.Counter()
         self.returned: collections.Counter[str] = collections.Counter()
+        self.archived: list[tuple[str, list[Sample]]] = []
         self.lengths: dict[str, list[list[int]]] = collections.defaultdict(list)
         """By reason, the response tokens of each group that was dropped or returned."""
         self.again: list[int] = []
@@ -138,6 +139,10 @@ class Service:
             self._free(slot)
             self.ready.append((slot, samples))
             self.train()
+        return True
+
+    def offer(self, slot: PromptSlot, samples: list[Sample]) -> bool:
+        self.archived.append((slot.uid, samples))
         return True
 
     def train(self) -> None:
@@ -318,6 +323,7 @@ class World:
             metrics=service,
             train_prompts=prompts,
             eval_prompts=prompts[:10],
+            archive=service,
         )
         await asyncio.wait_for(RolloutLoop(self.config, parts).run(), timeout_s)
 
@@ -334,6 +340,9 @@ def test_a_whole_run(staleness: int) -> None:
     service = world.service
     assert service.version == 6
     assert len(service.groups) == 6 * 4
+    archived = dict(service.archived)
+    assert len(archived) == len(service.archived) >= 6 * 4
+    assert all(archived[slot.uid] is samples for _, slot, samples in service.groups)
     for step, slot, samples in service.groups:
         assert len(samples) == GROUP_SIZE
         for index, sample in enumerate(samples):

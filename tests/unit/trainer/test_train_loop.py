@@ -83,7 +83,8 @@ def make_loop(chunks: int = 2, **changes: Any) -> tuple[TrainLoop, list[Any], di
         "keeper": FakeKeeper(),
         "reporter": FakeReporter(),
     }
-    parts |= {k: v for k, v in changes.items() if k in ("queue", "keeper", "wants_stop")}
+    known = ("queue", "keeper", "record", "wants_stop")
+    parts |= {k: v for k, v in changes.items() if k in known}
     train = {"chunks_per_step": chunks, "save_interval": 2} | changes.get("train", {})
     config = make_config(Path("m"), run={"train_steps": 5}, train=train)
     backend = FakeBackend(log, grad_norm=changes.get("grad_norm", 1.0))
@@ -122,6 +123,17 @@ def test_the_ledger_of_the_same_step_is_saved() -> None:
     assert loop.run()
     assert parts["queue"].cuts == [None]
     assert parts["keeper"].ledgers == {step: f"ledger of {step}".encode() for step in (2, 4, 5)}
+
+
+def test_trained_groups_are_recorded_before_the_next_weights() -> None:
+    class Record:
+        def append(self, step: int, uids: list[str]) -> None:
+            log.append((step, *uids))
+
+    loop, log, _ = make_loop(record=Record())
+    assert loop.run()
+    at = log.index(("complete", 0))
+    assert log[at + 1 : at + 3] == [(0, "group of 0"), "pieces"]
 
 
 def test_a_queue_that_is_gone_does_not_cost_the_checkpoint(
