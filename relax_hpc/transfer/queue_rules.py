@@ -17,7 +17,7 @@ from relax_hpc.transfer.ledger_cut import restored_ledger
 from relax_hpc.transfer.queue_histograms import response_tokens
 from relax_hpc.transfer.queue_report import StuckLimit, report, summarize
 from relax_hpc.transfer.queue_state import QueueState
-from relax_hpc.transfer.samplers import balance
+from relax_hpc.transfer.samplers import Sampler, divide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,7 @@ class QueueRulesConfig:
     """Field that each forward-only task adds before a group can be trained."""
     seed: int = 0
     is_shuffled: bool = True
+    sampler: Sampler = Sampler.BALANCED
     stale_policy: StalePolicy = StalePolicy.REGENERATE
     """What happens to a put group with tokens older than the bound allows."""
     stuck_after_s: float = 900.0
@@ -337,8 +338,18 @@ class QueueRules:
         picked = self._pick(self.config.groups_per_chunk)
         if not picked:
             return []
-        parts = balance([data.groups[uid].num_tokens for uid in picked], request.dp_size)
+        tokens = [data.groups[uid].num_tokens for uid in picked]
+        loads = self._loads(request.dp_size)
+        parts = divide(self.config.sampler, tokens, request.dp_size, loads)
         return [q.ChunkDecided(picked, [[picked[i] for i in part] for part in parts])]
+
+    def _loads(self, dp_size: int) -> list[int]:
+        """Tokens that each rank got in the earlier chunks of this step."""
+        loads, groups = [0] * dp_size, self.state.data.groups
+        for chunk in self.state.data.chunks:
+            for rank, share in enumerate(chunk.shares):
+                loads[rank] += sum(groups[uid].num_tokens for uid in share)
+        return loads
 
     def chunk_reply(self, caller: Caller, request: wire.TakeChunk) -> wire.TakenChunk | None:
         """The share of a decided chunk; None: not decided, or a group of it is being replaced."""

@@ -10,6 +10,7 @@ step's end keeps it by itself (a = B then, and v grows by one). So no sample is 
 than S versions after its oldest token, and none has to be thrown away for its age.
 """
 
+import enum
 import heapq
 import itertools
 from collections import OrderedDict
@@ -120,22 +121,96 @@ class Window:
         return (k - version + 1) * self._per_step - assigned - in_flight
 
 
-def balance(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide groups over data parallel ranks: longest first to the lightest rank (LPT).
+_MAX_DIFFERENCING = 20_000
+"""Groups x ranks up to which the second heuristic is tried: 5 ms of the controller's time."""
+
+
+class Sampler(enum.StrEnum):
+    """How the groups of a chunk are divided over the data parallel ranks."""
+
+    BALANCED = "balanced"
+    """By tokens: all ranks finish at about the same time."""
+    FIFO = "fifo"
+    """By count, in the order of completion; the first ranks get one more where it does not fit."""
+
+
+def divide(
+    sampler: Sampler, num_tokens: Sequence[int], num_parts: int, loads: Sequence[int]
+) -> list[list[int]]:
+    """Divide groups over data parallel ranks; the same arguments give the same parts.
 
     Args:
+        sampler: how.
         num_tokens: tokens of each group; at least `num_parts` groups.
         num_parts: data parallel size.
+        loads: tokens that each rank got in earlier chunks of the step.
 
     Returns:
         Indices into `num_tokens` per rank, each rank at least one, in the order given.
     """
+    if sampler is Sampler.FIFO:
+        bounds = [part * len(num_tokens) // num_parts for part in range(num_parts + 1)]
+        sizes = sorted((b - a for a, b in itertools.pairwise(bounds)), reverse=True)
+        places = iter(range(len(num_tokens)))
+        return [list(itertools.islice(places, size)) for size in sizes]
+    return balance(num_tokens, num_parts, loads)
+
+
+def balance(
+    num_tokens: Sequence[int], num_parts: int, loads: Sequence[int] = ()
+) -> list[list[int]]:
+    """Divide groups so that the largest total of a rank is small; arguments as in `divide`.
+
+    The better of two heuristics: longest first to the lightest rank (LPT), and largest
+    differencing (Karmarkar and Karp 1982). Seen with 4 to 8 groups of log-normal length a rank:
+    LPT ends 1 to 3 % above the mean, the better one 0.2 to 2 %.
+    """
     assert len(num_tokens) >= num_parts > 0, (len(num_tokens), num_parts)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    before = list(loads) if loads else [0] * num_parts
+    candidates = [_longest_first(num_tokens, before)]
+    if len(num_tokens) * num_parts <= _MAX_DIFFERENCING:
+        candidates.append(_largest_differencing(num_tokens, before))
+    best = min(
+        (parts for parts in candidates if all(parts)),
+        key=lambda parts: max(
+            load + sum(num_tokens[i] for i in part)
+            for load, part in zip(before, parts, strict=True)
+        ),
+    )
+    return [sorted(part) for part in best]
+
+
+def _longest_first(num_tokens: Sequence[int], before: list[int]) -> list[list[int]]:
+    parts: list[list[int]] = [[] for _ in before]
     # (is in use, tokens, groups, part): an empty rank is always the lightest.
-    loads = [(False, 0, 0, part) for part in range(num_parts)]
+    loads = [(False, load, 0, part) for part, load in enumerate(before)]
+    heapq.heapify(loads)
     for index in sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i)):
         _, tokens, groups, part = loads[0]
         parts[part].append(index)
         heapq.heapreplace(loads, (True, tokens + num_tokens[index], groups + 1, part))
-    return [sorted(part) for part in parts]
+    return parts
+
+
+def _largest_differencing(num_tokens: Sequence[int], before: list[int]) -> list[list[int]]:
+    """Join the two most uneven partial divisions, heaviest part with lightest, until one is left.
+
+    Its parts go to the ranks, heaviest part to the rank that had least.
+    """
+    empty: list[tuple[int, list[int]]] = [(0, []) for _ in before[1:]]
+    # (-difference, number, parts from the lightest to the heaviest: (tokens, indices))
+    heap = [(-n, i, [*empty, (n, [i])]) for i, n in enumerate(num_tokens)]
+    heapq.heapify(heap)
+    for number in itertools.count(len(heap)):
+        _, _, first = heapq.heappop(heap)
+        if not heap:
+            break
+        _, _, second = heapq.heappop(heap)
+        joined = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        joined.sort()
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
+    ranks = sorted(range(len(before)), key=lambda rank: (-before[rank], rank))
+    parts: list[list[int]] = [[] for _ in before]
+    for rank, (_, indices) in zip(ranks, first, strict=True):
+        parts[rank] = indices
+    return parts

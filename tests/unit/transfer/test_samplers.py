@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer.samplers import Window, balance
+from relax_hpc.transfer.samplers import Sampler, Window, _longest_first, balance, divide
 
 
 def _can_all_be_trained(deadlines: list[int], version: int, assigned: int, per_step: int) -> bool:
@@ -104,3 +104,64 @@ def test_balance_gives_every_rank_a_group_and_is_close_to_the_best(seed: int) ->
         if len(set(choice)) == num_parts
     )
     assert heaviest <= 4 / 3 * best  # Graham's bound of LPT (4/3 - 1/(3m))
+
+
+def _totals(tokens: list[int], parts: list[list[int]], loads: list[int]) -> list[int]:
+    return [n + sum(tokens[i] for i in part) for n, part in zip(loads, parts, strict=True)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_balance_counts_what_earlier_chunks_gave_and_is_never_worse_than_longest_first(
+    data: st.DataObject,
+) -> None:
+    num_parts = data.draw(st.integers(1, 6))
+    length = st.integers(1, 9000)
+    tokens = data.draw(st.lists(length, min_size=num_parts, max_size=24))
+    loads = data.draw(st.lists(length, min_size=num_parts, max_size=num_parts))
+    parts = divide(Sampler.BALANCED, tokens, num_parts, loads)
+    assert parts == divide(Sampler.BALANCED, tokens, num_parts, loads)
+    assert sorted(itertools.chain(*parts)) == list(range(len(tokens))) and all(parts)
+    simple = _totals(tokens, _longest_first(tokens, loads), loads)
+    assert max(_totals(tokens, parts, loads)) <= max(simple)
+
+
+def test_largest_differencing_finds_what_longest_first_misses() -> None:
+    tokens = [8, 7, 6, 5, 4]  # the textbook's example: 16 + 14, longest first 17 + 13
+    assert sorted(_totals(tokens, balance(tokens, 2), [0, 0])) == [14, 16]
+
+
+def test_a_rank_that_got_much_in_one_chunk_gets_less_in_the_next() -> None:
+    parts = divide(Sampler.BALANCED, [50, 50, 50, 50, 50, 50], 2, [200, 0])
+    assert [len(part) for part in parts] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "expected"),
+    [(4, [[0, 1], [2, 3]]), (5, [[0, 1, 2], [3, 4]]), (2, [[0], [1]])],
+)
+def test_fifo_keeps_the_order_and_its_tail_is_the_same_each_time(
+    num_groups: int, expected: list[list[int]]
+) -> None:
+    tokens = list(range(num_groups, 0, -1))
+    assert divide(Sampler.FIFO, tokens, 2, [900, 0]) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(_GROUPS, st.integers(1, 4), st.integers(0, 4), st.lists(st.integers(9, 13), max_size=4))
+def test_deadlines_are_lowered_only_as_far_as_all_can_be_trained(
+    groups: list[tuple[int, bool]], per_step: int, assigned: int, lows: list[int]
+) -> None:
+    assigned = min(assigned, per_step)
+    deadlines = [d for d, _ in groups]
+    if not _can_all_be_trained(deadlines, 10, assigned, per_step):
+        return
+    window, high = _window(groups, per_step), 14
+    room = max(window.room(10, assigned, high), 0)
+    lowered: list[int] = []
+    for low in lows[:room]:
+        others = [*lowered, *[high] * (room - len(lowered) - 1)]
+        fits = low >= 10 and _can_all_be_trained([*deadlines, *others, low], 10, assigned, per_step)
+        assert window.can_lower(10, assigned, low, high, lowered) == fits
+        if fits:
+            lowered.append(low)
