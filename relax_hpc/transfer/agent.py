@@ -17,12 +17,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_hpc.config import TransferConfig
+from relax_hpc.config import RdmaUse, TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Caller, Empty, RpcClient, RpcServer
 from relax_hpc.errors import ArenaFullError, RelaxError, StaleIncarnationError, TransferError
 from relax_hpc.log import kv
-from relax_hpc.transfer import frames, wire
+from relax_hpc.transfer import frames, rdma, wire
 from relax_hpc.transfer.extent import (
     ReserveExtent,
     extents,
@@ -34,6 +34,7 @@ from relax_hpc.transfer.extent import (
 from relax_hpc.transfer.leftovers import read_folder_owner, reap_dead_runs, write_owner
 from relax_hpc.transfer.node_memory import room
 from relax_hpc.transfer.owner import is_alive, open_shm_folder, temporary_owners
+from relax_hpc.transfer.rdma_server import NixlServer
 from relax_hpc.transfer.spill import remove_segment
 from relax_hpc.transfer.tcp_server import DataServer
 
@@ -68,6 +69,7 @@ class NodeAgent:
             ip=identity.bind_address(),
         )
         self._access = wire.DataAccess("", 0)
+        self._nixl: NixlServer | None = None
         self.server = RpcServer(identity.run, wire.agent_service(identity.node), identity)
         """More handlers may be registered before `start`."""
         self.server.register("reserve_extent", ReserveExtent, self._reserve_extent)
@@ -84,6 +86,7 @@ class NodeAgent:
         self._max_bytes = self._limit()
         host, port = self._data.start()
         self._access = wire.DataAccess(host, port)
+        self._start_rdma()
         self.server.start_thread()
         self._spawn("sweep", self._sweep_loop)
 
@@ -93,6 +96,8 @@ class NodeAgent:
         self._sweep_now.set()
         self.server.stop()
         self._data.stop()
+        if self._nixl is not None:
+            self._nixl.close()
         for thread in self._threads:
             thread.join(timeout=0.1)  # daemons: a long-poll may go on
         if remove:
@@ -178,8 +183,31 @@ class NodeAgent:
 
     # -- reads --------------------------------------------------------------------------------
 
+    def _start_rdma(self) -> None:
+        """Serve RDMA reads where the hardware is; TCP is always there.
+
+        Raises:
+            TransferError: it does not start, and is forced.
+        """
+        wanted, why = rdma.is_wanted(self._config.rdma)
+        if not wanted:
+            logger.info("no rdma %s", kv(node=self._identity.node, reason=why))
+            return
+        server = NixlServer(self._arenas, self._identity.node)
+        try:
+            server.start()
+        except TransferError as err:
+            if self._config.rdma is RdmaUse.FORCE:
+                raise
+            logger.warning("no rdma %s", kv(node=self._identity.node, reason=str(err)))
+            return
+        self._nixl = server
+
     async def _data_access(self, caller: Caller, request: Empty) -> wire.DataAccess:
-        return self._access
+        if self._nixl is None:
+            return self._access
+        name, metadata = await asyncio.to_thread(self._nixl.access)
+        return wire.DataAccess(self._access.host, self._access.port, name, metadata)
 
     # -- leftovers ------------------------------------------------------------------------------
 

@@ -434,6 +434,12 @@ class Arena:
             blocks.append(block)
         return blocks
 
+    def _fits(self, waiter: _Waiter) -> bool:
+        """True if there is room for a put that has only not woken up yet."""
+        blocks = self._try_all(waiter.sizes)
+        self._take_back(blocks or [])
+        return blocks is not None
+
     def _try(self, nbytes: int) -> _Block | None:
         for extent in self._extents.values():
             offset = extent.allocate(nbytes)
@@ -493,9 +499,7 @@ class Arena:
         """Size of the extent to ask for now, 0 if none; may drop empty extents to make room."""
         limits = self._limits
         if self._waiting:
-            blocks = self._try_all(self._waiting[0].sizes)
-            if blocks is not None:  # it has not woken up yet
-                self._take_back(blocks)
+            if self._fits(self._waiting[0]):
                 return 0
             least = max(self._waiting[0].sizes) + STAMP_BYTES
             self._drop_empty(least)
@@ -510,16 +514,18 @@ class Arena:
     def _drop_empty(self, nbytes: int) -> None:
         """Remove empty extents that are too small for the waiting put, if that makes room."""
         missing = self._reserved + nbytes - self._limits.max_bytes
-        empty = [e for e in self._extents.values() if e.used == 0 and e.is_populated]
-        if missing <= 0 or sum(e.nbytes for e in empty) < missing:
-            return
-        for extent in empty:
-            if missing <= 0:
-                break
-            (self._agent.folder / extent.name).unlink(missing_ok=True)
-            del self._extents[extent.name]
-            self._reserved -= extent.nbytes
-            missing -= extent.nbytes
+        if 0 < missing <= sum(extent.nbytes for extent in self._empty()):
+            for extent in self._empty():
+                if self._reserved + nbytes > self._limits.max_bytes:
+                    self._drop(extent)
+
+    def _empty(self) -> list[_Extent]:
+        return [e for e in self._extents.values() if e.used == 0 and e.is_populated]
+
+    def _drop(self, extent: _Extent) -> None:
+        (self._agent.folder / extent.name).unlink(missing_ok=True)
+        del self._extents[extent.name]
+        self._reserved -= extent.nbytes
 
     def _add_extent(self, nbytes: int) -> None:
         self._num_asked += 1
@@ -548,6 +554,10 @@ class Arena:
     def _note_refusal(self, reason: str, nbytes: int) -> None:
         with self._changed:
             self._refusal = reason
-            self._retry_at = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+            empty = self._empty() if self._waiting and not self._fits(self._waiting[0]) else []
+            for extent in empty:  # too small for the put that waits, but the node has no more
+                self._drop(extent)
+            if not empty:
+                self._retry_at = time.monotonic() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
         logger.warning("no extent %s", kv(arena=self.name, nbytes=nbytes, reason=reason))

@@ -1,32 +1,45 @@
-"""Node agent: reads, garbage, orphans, adoption, clean shutdown, dead runs."""
+"""Node agent: reservations, adoption, sweeps, clean shutdown, folders of dead runs."""
 
-import dataclasses
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import pytest
 
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import RpcClient, RpcServer
-from relax_hpc.errors import StaleIncarnationError, TransferError
+from relax_hpc.control.rpc import Empty, RpcClient, RpcServer
+from relax_hpc.errors import ArenaFullError, StaleIncarnationError, TransferError
 from relax_hpc.runfolder import RunFolder
-from relax_hpc.transfer import tcp, wire
-from relax_hpc.transfer.agent import NodeAgent, reap_dead_runs
-from relax_hpc.transfer.shm import Entry, Owner, process_start, write_segment
-from relax_hpc.transfer.transfer_queue import TransferQueue
+from relax_hpc.transfer import leftovers, node_memory, wire
+from relax_hpc.transfer.agent import NodeAgent
+from relax_hpc.transfer.arena import Arena, ArenaLimits, RpcGate
+from relax_hpc.transfer.block import open_block
+from relax_hpc.transfer.extent import (
+    ExtentMap,
+    ReserveExtent,
+    extents,
+    make_extent,
+    spill_folder,
+    stamp_of,
+)
+from relax_hpc.transfer.leftovers import FolderOwner, FolderState, reap_dead_runs, scan
+from relax_hpc.transfer.owner import Owner, temporary_name
 
+from .arena_process import MB, fields
 from .conftest import RULES
-from .queue_process import make_group
 
 Who = Callable[..., Identity]
-Serve = Callable[..., RpcServer]
-DEAD = Owner("run", 1, 2**22 + 1, 12345)
+StartAgent = Callable[..., NodeAgent]
+DEAD = Owner("run", 1, 2**22 + 1, 12345, "rollout", 0, 0, 1)
+LIMITS = ArenaLimits(extent_bytes=MB, max_bytes=4 * MB, low_water=MB // 4)
 
 
 def _wait_until(is_true: Callable[[], bool]) -> None:
@@ -36,111 +49,138 @@ def _wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_trained_and_dropped_segments_are_removed(who: Who, serve: Serve) -> None:
-    serve()
-    agent = NodeAgent(who("dcs"))
-    agent.start()
-    rollout, train = TransferQueue(who()), TransferQueue(who("train"))
-    rollout.open_dataset(100, "data")
-    train.begin_train(0)
-    for slot in rollout.admit(0, 4, 5.0).slots:
-        rollout.put_group(slot, make_group(slot))
-    segments = who().run.shm("n1") / "segments"
-    rows = [row for i in (0, 1) for row in train.take_chunk(0, i, 0, 1, 20.0).rows]
-    assert len(list(segments.iterdir())) == 4
-    train.complete_step(0)
-    _wait_until(lambda: not list(segments.iterdir()))
-    assert rows[0].fields["tokens"][0] == 1000 * int(rows[0].uid.split(".")[1]), "views stay valid"
-    agent.close(remove=True)
-    assert not who().run.shm("n1").exists()
+@pytest.fixture
+def arenas(folder: RunFolder) -> Path:
+    return folder.shm("n1") / "arenas"
 
 
-def test_rests_of_dead_writers_are_swept_and_those_of_live_ones_kept(
-    who: Who, serve: Serve, folder: RunFolder
+@pytest.fixture
+def make_arena(who: Who) -> Iterator[Callable[..., Arena]]:
+    made: list[Arena] = []
+
+    def build(limits: ArenaLimits = LIMITS, **changes: object) -> Arena:
+        me = who(**changes)
+        made.append(Arena(RpcGate(me), Owner.of(me), limits))
+        return made[-1]
+
+    yield build
+    for arena in made:
+        arena.close()
+
+
+class _Controller:
+    """A stub of the queue's controller: knows which extents are referenced."""
+
+    def __init__(self, folder: RunFolder, identity: Identity) -> None:
+        self.asked: list[list[str]] = []
+        self.referenced: set[str] = set()
+        self.server = RpcServer(folder, wire.SERVICE, identity)
+        self.server.register("find_orphans", wire.FindOrphans, self._find)
+        self.server.start_thread()
+
+    async def _find(self, caller: object, request: wire.FindOrphans) -> wire.Orphans:
+        self.asked.append(request.names)
+        return wire.Orphans([name for name in request.names if name not in self.referenced])
+
+
+@pytest.fixture
+def controller(folder: RunFolder, who: Who) -> Iterator[_Controller]:
+    stub = _Controller(folder, who("dcs"))
+    yield stub
+    stub.server.stop()
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_producer_gets_memory_and_other_nodes_an_address(
+    who: Who, start_agent: StartAgent, make_arena, folder: RunFolder, arenas: Path
 ) -> None:
-    serve()
-    agent = NodeAgent(who("dcs"))
-    agent.start()
-    rollout = TransferQueue(who())
-    rollout.open_dataset(100, "data")
-    slot = rollout.admit(0, 1, 5.0).slots[0]
-    rollout.put_group(slot, make_group(slot))
-    segments = folder.shm("n1") / "segments"
-    mine = next(segments.iterdir())
-    write_segment(segments, "orphan", "n1", DEAD, [Entry("u", 0, "a", np.zeros(3))])
-    (segments / f".tmp-{DEAD.pid}-{DEAD.start}-x").write_bytes(b"")
-    (segments / f".tmp-{os.getpid()}-{rollout._owner.start}-x").write_bytes(b"")
-    removed = agent.sweep(RpcClient(folder, wire.SERVICE, who("dcs")))
-    left = {path.name for path in segments.iterdir()}
-    assert removed == 2
-    assert left == {mine.name, f".tmp-{os.getpid()}-{rollout._owner.start}-x"}
-    agent.close(remove=True)
-
-
-def test_a_dead_producers_ready_group_is_not_an_orphan(
-    who: Who, serve: Serve, folder: RunFolder
-) -> None:
-    serve()
-    agent = NodeAgent(who("dcs"))
-    agent.start()
-    rollout = TransferQueue(who())
-    rollout._owner = DEAD
-    rollout.open_dataset(100, "data")
-    slot = rollout.admit(0, 1, 5.0).slots[0]
-    rollout.put_group(slot, make_group(slot))
-    assert agent.sweep(RpcClient(folder, wire.SERVICE, who("dcs"))) == 0
-    assert len(list((folder.shm("n1") / "segments").iterdir())) == 1
-    agent.close(remove=True)
-
-
-def test_large_files_travel_in_parts(
-    who: Who, serve: Serve, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "PART_BYTES", 1000)
-    serve()
-    agent = NodeAgent(who("dcs"))
-    agent.start()
-    data = os.urandom(12_345)
-    (folder.shm("n1") / "weights" / "shard").write_bytes(data)
+    start_agent()
+    arena = make_arena()
+    ref = arena.put(fields(3, 100), timeout_s=60)
+    rows = open_block(ExtentMap(arenas).view(ref, "test"), ref, verify=True, where="test")
+    assert (rows["0.3.0", 1]["tokens"] == 3).all() and ref.node == "n1"
     client = RpcClient(folder, wire.agent_service("n1"), who("train", node="n2"))
-    assert tcp.read_remote(client, "weights", "shard", 20, "test") == data
-    with pytest.raises(TransferError, match="weights/nothing does not exist"):
-        tcp.read_remote(client, "weights", "nothing", 20, "test")
-    for area, name in (("weights", "../owner.json"), ("secret", "x"), ("weights", ".tmp-1-1-x")):
-        with pytest.raises(TransferError, match="no file"):
-            tcp.read_remote(client, area, name, 20, "test")
-    agent.close(remove=True)
+    access = client.call("data_access", Empty(), wire.DataAccess, timeout_s=20, why="test")
+    socket.create_connection((access.host, access.port), timeout=20).close()
+    client.close()
 
 
-def test_a_restarted_agent_adopts_and_a_new_attempt_cleans(
-    who: Who, serve: Serve, folder: RunFolder
+def test_a_node_gives_no_more_than_its_share(
+    who: Who, start_agent: StartAgent, make_arena, arenas: Path
 ) -> None:
-    serve()
-    segments = folder.shm("n1") / "segments"
-    first = NodeAgent(who("dcs"))
-    first.start()
-    (segments / "kept").write_bytes(b"x")
+    """Over all producers of the node, those of an agent before it included."""
+    first = start_agent(config=TransferConfig(node_shm_mb=3))
+    one, other = make_arena(), make_arena(index=1)
+    one.put_many([fields(1, 40_000)], timeout_s=60)  # 2 MB: its extent has its own size
+    with pytest.raises(ArenaFullError) as caught:
+        other.put_many([fields(1, 40_000)], timeout_s=0.5)
+    message = str(caught.value)
+    assert "node n1 has no room for extent rollout1.0-1.1-" in message
+    assert "of 3145728 bytes (transfer.node_shm_mb" in message and "relax-hpc doctor" in message
     first.close(remove=False)
-    second = NodeAgent(who("dcs", incarnation=2))
-    second.start()
-    assert [path.name for path in segments.iterdir()] in (["kept"], [])  # the sweep may be quick
-    second.close(remove=False)
-    (segments / "old").write_bytes(b"x")
-    third = NodeAgent(who("dcs", attempt=2, incarnation=3))
-    third.start()
-    assert not list(segments.iterdir())
-    third.close(remove=False)
-    with pytest.raises(StaleIncarnationError, match="belongs to attempt 2"):
-        NodeAgent(who("dcs", incarnation=2)).start()
+    start_agent(who("dcs", incarnation=2), TransferConfig(node_shm_mb=3))
+    with pytest.raises(ArenaFullError):
+        make_arena(index=2).put_many([fields(1, 40_000)], timeout_s=0.5)
+    assert sum(path.stat().st_size for path in extents(arenas)) <= 3 * MB
 
 
-_SLEEPER = """
-import sys, time, dataclasses
+def test_full_ram_and_a_full_cgroup_bound_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = node_memory.room(tmp_path, cgroups=tmp_path / "none")
+    monkeypatch.setattr(node_memory, "_ram", lambda: (100 * MB, 10 * MB))
+    seen = node_memory.room(tmp_path, cgroups=tmp_path / "none")
+    assert seen.nbytes == 8 * MB < free.nbytes and "RAM" in seen.bound
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        files = {"memory.max": 5 * MB, "memory.current": 4 * MB}
+        if controllers == "memory":
+            files = {"memory.limit_in_bytes": 5 * MB, "memory.usage_in_bytes": 4 * MB}
+        elif controllers:
+            continue
+        place = tmp_path / "cgroup" / controllers / path.lstrip("/")
+        place.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (place / name).write_text(f"{value}\n", encoding="ascii")
+        (place / "memory.stat").write_text("inactive_file 4096\nactive_file 0\nshmem 9\n")
+    seen = node_memory.room(tmp_path, cgroups=tmp_path / "cgroup")
+    assert seen.nbytes == MB + 4096 and "memory cgroup" in seen.bound
+
+
+def test_who_does_not_live_here_gets_nothing(
+    who: Who, start_agent: StartAgent, folder: RunFolder, arenas: Path
+) -> None:
+    start_agent()
+    client = RpcClient(folder, wire.agent_service("n1"), who())
+    for request, message in (
+        (ReserveExtent("rollout0.0-1.1-0000000a.1", DEAD, MB), "does not live here"),
+        (ReserveExtent("../../x", Owner.of(who()), MB), "cannot reserve extent"),
+        (ReserveExtent("rollout0.0-1.1-0000000a.1", Owner.of(who()), -1), "cannot reserve extent"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            client.call("reserve_extent", request, Empty, timeout_s=20, why="test")
+    assert not list(arenas.iterdir())
+    client.close()
+
+
+_AGENT = """
+import os, signal, sys, time
 from pathlib import Path
 from relax_hpc.control.identity import Identity
 from relax_hpc.runfolder import RunFolder
+from relax_hpc.transfer import extent
 from relax_hpc.transfer.agent import NodeAgent
-identity = Identity(run=RunFolder(Path(sys.argv[1])), role="dcs", node="n2", address_prefix="127.")
+run, node, incarnation, deadly = sys.argv[1:]
+identity = Identity(run=RunFolder(Path(run)), role="dcs", node=node, address_prefix="127.",
+                    incarnation=int(incarnation))
+if deadly:
+    def rename(self, target):
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path.rename = rename
 agent = NodeAgent(identity)
 agent.start()
 print("ready", flush=True)
@@ -148,50 +188,159 @@ time.sleep(600)
 """
 
 
-def test_only_folders_of_dead_runs_are_reaped(who: Who, folder: RunFolder, tmp_path: Path) -> None:
+def _agent_process(folder: RunFolder, incarnation: int = 1, node: str = "n1", deadly: str = ""):
+    command = [sys.executable, "-c", _AGENT, str(folder.path), node, str(incarnation), deadly]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_killed_agent_loses_nothing(
+    who: Who, controller: _Controller, start_agent: StartAgent, make_arena, folder, arenas: Path
+) -> None:
+    """Killed while idle and killed in the middle of a reservation; the next one adopts."""
+    arena, maps = make_arena(), ExtentMap(arenas)
+    with _agent_process(folder) as agent:
+        ref = arena.put(fields(1, 1000), timeout_s=60)
+        agent.kill()
+    with _agent_process(folder, incarnation=2, deadly="yes") as agent:
+        # 1.5 MB need an extent: the agent reserves it and is killed before it has its name.
+        refs: list[wire.BlockRef] = []
+        thread = threading.Thread(
+            target=lambda: refs.append(arena.put(fields(2, 30_000), timeout_s=90))
+        )
+        thread.start()
+        agent.wait(60)
+    assert len(list(arenas.glob(".tmp-*"))) == 1, "half made"
+    start_agent(who("dcs", incarnation=3))
+    thread.join(90)
+    assert refs, "the put that waited got its memory of the next agent"
+    for one in (ref, refs[0]):
+        open_block(maps.view(one, "test"), one, verify=True, where="test")
+    _wait_until(lambda: not list(arenas.glob(".tmp-*")))
+    assert all(path.exists() for path in extents(arenas))
+
+
+# ---------------------------------------------------------------------------------------------
+# Sweeps
+# ---------------------------------------------------------------------------------------------
+
+
+def test_extents_of_the_dead_go_when_nobody_references_them(
+    who: Who, controller: _Controller, start_agent: StartAgent, make_arena, folder, arenas: Path
+) -> None:
+    agent = start_agent()
+    client = RpcClient(folder, wire.SERVICE, who("dcs"))
+    arena = make_arena()
+    arena.put(fields(1, 100), timeout_s=60)
+    live = {path.name for path in extents(arenas)}
+    for number in (1, 2):
+        make_extent(arenas, ReserveExtent(f"rollout0.0-1.1-00000bad.{number}", DEAD, MB))
+    controller.referenced = {"rollout0.0-1.1-00000bad.2"}
+    (arenas / temporary_name(DEAD.pid, DEAD.start, "x")).write_bytes(b"")
+    mine = arenas / temporary_name(os.getpid(), Owner.of(who()).start, "x")
+    mine.write_bytes(b"")
+    (arenas / "somebody elses").write_bytes(b"")
+    assert agent.sweep(client) == 2
+    left = {path.name for path in arenas.iterdir()}
+    assert left == {*live, "rollout0.0-1.1-00000bad.2", mine.name, "somebody elses"}
+    controller.referenced = set()
+    assert agent.sweep(client) == 1, "trained meanwhile"
+    assert agent.sweep(client) == 0
+    assert not any(name in live for names in controller.asked for name in names)
+    client.close()
+
+
+def test_spill_segments_of_the_dead_are_swept_with_their_index(
+    who: Who, controller: _Controller, start_agent: StartAgent, folder: RunFolder, tmp_path: Path
+) -> None:
+    config = TransferConfig(spill_mb=10, spill_folder=str(tmp_path / "disk"))
+    agent = start_agent(config=config)
+    spill = spill_folder(folder, "n1", config.spill_folder)
+    assert spill == tmp_path / "disk" / folder.shm("n1").name
+    stamps = {"00000bad.s1": DEAD, "00000bad.s2": DEAD, "00000a1e.s1": Owner.of(who())}
+    for name, owner in stamps.items():
+        (spill / f"rollout0.0-1.1-{name}").write_bytes(stamp_of(owner).ljust(4096, b"\0"))
+        (spill / f"rollout0.0-1.1-{name}.index").write_bytes(b"")
+    controller.referenced = {"rollout0.0-1.1-00000bad.s2"}
+    client = RpcClient(folder, wire.SERVICE, who("dcs"))
+    assert agent.sweep(client) == 1
+    left = {path.name.removeprefix("rollout0.0-1.1-") for path in spill.glob("rollout*")}
+    assert left == {"00000bad.s2", "00000bad.s2.index", "00000a1e.s1", "00000a1e.s1.index"}
+    assert [one.state for one in scan(tmp_path / "disk")] == [FolderState.LIVE]
+    client.close()
+
+
+def test_a_refused_reservation_calls_for_a_sweep(
+    controller: _Controller, start_agent: StartAgent, make_arena, folder, arenas: Path
+) -> None:
+    """A dead producer holds the node's memory; its successor gets it without waiting long."""
+    start_agent(config=TransferConfig(node_shm_mb=3))
+    _wait_until(lambda: arenas.exists())
+    make_extent(arenas, ReserveExtent("rollout0.0-1.1-00000bad.1", DEAD, 2 * MB))
+    assert make_arena().put(fields(1, 40_000), timeout_s=60).nbytes > MB
+
+
+def test_a_new_attempt_cleans_and_an_old_one_is_refused(
+    who: Who, controller: _Controller, folder: RunFolder, arenas: Path
+) -> None:
+    name = "rollout0.0-1.1-00000bad.1"
+    controller.referenced = {name}
+    first = NodeAgent(who("dcs"))
+    first.start()
+    make_extent(arenas, ReserveExtent(name, DEAD, MB))
+    first.close(remove=False)
+    second = NodeAgent(who("dcs", incarnation=2))
+    second.start()
+    assert [path.name for path in extents(arenas)] == [name], "adopted"
+    second.close(remove=False)
+    third = NodeAgent(who("dcs", attempt=2, incarnation=3))
+    third.start()
+    assert not list(arenas.iterdir())
+    third.close(remove=False)
+    with pytest.raises(StaleIncarnationError, match="belongs to attempt 2"):
+        NodeAgent(who("dcs", incarnation=2)).start()
+    third = NodeAgent(who("dcs", attempt=2, incarnation=4))
+    third.start()
+    third.close(remove=True)
+    assert not folder.shm("n1").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Folders of dead runs
+# ---------------------------------------------------------------------------------------------
+
+
+def test_only_folders_of_dead_runs_are_reaped(folder: RunFolder, who: Who, tmp_path: Path) -> None:
     """On a copy of the folder in a root of its own: other runs of this machine are not ours."""
     root = tmp_path / "shm"
     copy = root / folder.shm("n2").name
     foreign = root / f"relax-{os.getuid()}-no-owner"
     foreign.mkdir(parents=True)
-    command = [sys.executable, "-c", _SLEEPER, str(folder.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None and agent.stdout.readline() == "ready\n"
+    (root / f"relax-{os.getuid()}-link").symlink_to(tmp_path)
+    with _agent_process(folder, node="n2") as agent:
         shutil.copytree(folder.shm("n2"), copy)
         assert reap_dead_runs(root, min_age_s=0) == [], "its agent lives"
         agent.kill()
     assert reap_dead_runs(root) == [], "its run may be restarting"
-    live = Owner("r", 1, os.getpid(), process_start(os.getpid()))
-    write_segment(copy / "segments", "s", "n2", live, [Entry("u", 0, "a", np.zeros(1))])
-    assert reap_dead_runs(root, min_age_s=0) == [], "a writer lives"
-    (copy / "segments" / "s").unlink()
+    live = make_extent(
+        copy / "arenas", ReserveExtent("rollout0.0-1.1-0000000a.1", Owner.of(who()), MB)
+    )
+    states = {one.path: one.state for one in scan(root, min_age_s=0)}
+    assert states == {copy: FolderState.LIVE, foreign: FolderState.FOREIGN}, "a writer lives"
+    live.unlink()
+    for change in ({"host": "another"}, {"pid_namespace": 1}):
+        _rewrite_owner(copy, **change)
+        assert reap_dead_runs(root, min_age_s=0) == [], "its processes cannot be seen from here"
+    _rewrite_owner(copy, host=socket.gethostname(), pid_namespace=leftovers._pid_namespace())
     assert reap_dead_runs(root, min_age_s=0) == [copy]
-    assert not copy.exists() and foreign.exists()
+    assert not copy.exists() and foreign.exists() and tmp_path.exists()
 
 
-def test_garbage_of_another_service_goes_to_its_area(
-    who: Who, serve: Serve, folder: RunFolder
-) -> None:
-    serve()
-    asked: list[wire.CollectGarbage] = []
-
-    async def garbage(caller: object, request: wire.CollectGarbage) -> wire.Garbage:
-        asked.append(request)
-        return wire.Garbage(["shard"] if len(asked) == 1 else [])
-
-    weights = RpcServer(folder, "weights", who("dcs"))
-    weights.register("collect_garbage", wire.CollectGarbage, garbage)
-    weights.start_thread()
-    agent = NodeAgent(dataclasses.replace(who("dcs")))
-    shard = folder.shm("n1") / "weights"
-    shard.mkdir(parents=True, mode=0o700)
-    (shard / "shard").write_bytes(b"w")
-    agent.add_collector("weights", "weights")
-    agent.start()
-    _wait_until(lambda: len(asked) >= 2)
-    assert asked[1].removed == ["shard"] and not (shard / "shard").exists()
-    agent.close(remove=True)
-    weights.stop()
+def _rewrite_owner(folder: Path, **changes: object) -> None:
+    path = folder / "owner.json"
+    owner = msgspec.json.decode(path.read_bytes(), type=FolderOwner)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(owner, **changes)))
 
 
 def test_rules_are_taken_from_the_recipe() -> None:
