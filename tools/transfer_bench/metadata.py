@@ -219,7 +219,7 @@ def process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
             child.kill()
 
 
-def measure_rows(num_rows: int, profile: str) -> dict[str, float]:
+def measure_rows(num_rows: int, profile: str) -> dict[str, float | list[float]]:
     """Rows from put to trained, and the controller's memory on the way."""
     num_steps = max(num_rows // (GROUP_SIZE * GROUPS_PER_STEP), 10)
     half = NUM_PRODUCERS // 2
@@ -242,14 +242,16 @@ def measure_rows(num_rows: int, profile: str) -> dict[str, float]:
                 break
         cpu = of_server.cpu_times()
     warm = num_steps // 10
+    full = num_steps // 4  # the window is full and the heap has its shape
     rows = (num_steps - warm) * GROUPS_PER_STEP * GROUP_SIZE
     return {
         "rows": num_steps * GROUPS_PER_STEP * GROUP_SIZE,
         "controller_rows_per_s": rows / (at_s[-1] - at_s[warm - 1]),
         "controller_cpu_us_per_row": 1e6 * (cpu.user + cpu.system) / (rows + warm),
-        "rss_mb_begin": rss_mb[warm],
+        "rss_mb_begin": rss_mb[full],
         "rss_mb_end": rss_mb[-1],
         "rss_mb_max": max(rss_mb),
+        "rss_mb": [round(value, 1) for value in rss_mb[:: max(len(rss_mb) // 20, 1)]],
     }
 
 
@@ -304,7 +306,7 @@ def main() -> None:
             role(RunFolder(Path(getattr(options, name))))
             return
     num_groups = 100 if options.quick else 400
-    result: dict[str, float] = {}
+    result: dict[str, float | list[float]] = {}
     for where, parent in (("shm", "/dev/shm"), ("disk", None)):
         found = measure_latency(parent, num_groups)
         result |= {f"{name}_{where}": value for name, value in found.items()}
