@@ -1,0 +1,155 @@
+"""All measurements of a run, as a table or as JSON."""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from transfer_bench.compare import PLANS, QUICK_PLANS, Comparison, compare, median_s
+from transfer_bench.environment import ROOT, variables
+from transfer_bench.floors import Floors
+from transfer_bench.network import Network, measure_network
+from transfer_bench.queues import TransferQueueSimple
+from transfer_bench.side import Answer, SideError
+from transfer_bench.work import WORKS, make_work
+
+_METADATA_TIMEOUT_S = 400.0
+_NETWORK_ROUNDS, _QUICK_NETWORK_ROUNDS = 9, 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured."""
+
+    version: str
+    """Of TransferQueue."""
+    floors: dict[str, float]
+    """GB/s, medians."""
+    works: dict[str, Comparison]
+    key_value: list[Answer]
+    """TransferQueue's key-value interface on the text work."""
+    network: Network | None
+    metadata: Answer
+    load: float
+    """Load average at the end."""
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """Ours : TransferQueue's, or : the floor. Larger is better."""
+        works = self.works
+        ratios = {
+            "ragged_ratio": works["text"].ratio("put_s", "get_s"),
+            "tensor_ratio": works["tensors"].ratio("put_s", "get_s"),
+            "latency_ratio": works["latency"].ratio("latency_s"),
+            "put_vs_memcpy": works["tensors"].put_vs_copy,
+            "controller_rows_per_s": float(self.metadata["controller_rows_per_s"]),
+            "tcp_vs_raw": None if self.network is None else self.network.ratio,
+        }
+        return {name: _rounded(value) for name, value in ratios.items()}
+
+    def as_json(self) -> str:
+        """One object with everything, times in seconds."""
+        works = {
+            name: {
+                "nbytes": work.work.nbytes,
+                "rounds": len(work.ours),
+                "ours": _medians(work.ours),
+                "transferqueue": _medians(work.theirs),
+            }
+            for name, work in self.works.items()
+        }
+        return json.dumps(
+            {
+                "transferqueue": self.version,
+                "works": works,
+                "key_value": _medians(self.key_value),
+                "floors_gb_per_s": self.floors,
+                "tcp_gb_per_s": None if self.network is None else dataclasses.asdict(self.network),
+                "metadata": self.metadata,
+                "load": self.load,
+            }
+        )
+
+    def as_table(self) -> str:
+        """Lines for people; Markdown."""
+        lines = ["| work | step | ours | TransferQueue | ratio |", "|---|---|---|---|---|"]
+        for name in ("text", "tensors"):
+            lines += [self._line(name, "put", "put_s"), self._line(name, "get", "get_s")]
+            lines += [self._line(name, "put + get", "put_s", "get_s")]
+            lines += [self._line(name, "put + get + read", "put_s", "get_s", "read_s")]
+        lines += [self._line("latency", "put to arrays", "latency_s")]
+        key_value = 1000 * median_s(self.key_value, "put_s", "get_s")
+        lines += [
+            "",
+            f"TransferQueue {self.version}, kv_batch_put + kv_batch_get: {key_value:.1f} ms",
+        ]
+        floors = ", ".join(f"{name} {value:.1f}" for name, value in self.floors.items())
+        lines += [f"floors, GB/s, one thread: {floors}"]
+        if self.network is not None:
+            raw = ", ".join(f"{n} streams {gb:.2f}" for n, gb in self.network.raw.items())
+            lines += [f"TCP between namespaces, GB/s: ours {self.network.ours:.2f}, raw {raw}"]
+        lines += [f"controller: {json.dumps(self.metadata)}"]
+        return "\n".join([*lines, f"{os.cpu_count()} cores, load average {self.load:.1f}"])
+
+    def _line(self, name: str, step: str, *keys: str) -> str:
+        work = self.works[name]
+        ours, theirs = (1000 * median_s(answers, *keys) for answers in (work.ours, work.theirs))
+        gb = work.work.nbytes / 1e6
+        return (
+            f"| {name} | {step} | {ours:.2f} ms, {gb / ours:.2f} GB/s "
+            f"| {theirs:.1f} ms, {gb / theirs:.2f} GB/s | {theirs / ours:.1f} |"
+        )
+
+
+def measure(mark: str, folder: Path, *, is_quick: bool) -> Report:
+    """Do everything, one after the other.
+
+    Args:
+        mark: value of the variable that all processes of this run carry.
+        folder: for run folders and logs.
+        is_quick: few rounds.
+
+    Raises:
+        SideError: a process failed; holds its last lines.
+    """
+    plans = QUICK_PLANS if is_quick else PLANS
+    floors = Floors(make_work("text"), make_work("tensors"))
+    theirs = TransferQueueSimple(mark, folder)
+    try:
+        works = {name: compare(name, plans[name], theirs, floors, mark, folder) for name in WORKS}
+        rounds = plans["text"].turns * plans["text"].burst
+        key_value = [theirs.key_value_round("text") for _ in range(rounds)]
+    finally:
+        theirs.close()
+    rounds = _QUICK_NETWORK_ROUNDS if is_quick else _NETWORK_ROUNDS
+    network = measure_network(mark, folder, rounds)
+    metadata = _measure_metadata(mark, is_quick=is_quick)
+    return Report(
+        theirs.version, floors.medians(), works, key_value, network, metadata, os.getloadavg()[0]
+    )
+
+
+def _measure_metadata(mark: str, *, is_quick: bool) -> Answer:
+    """Run metadata.py: rows per second of a controller with 64 producers and 64 consumers."""
+    command = [sys.executable, "-m", "transfer_bench.metadata", *(["--quick"] * is_quick)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=dict(variables(mark)),
+        timeout=_METADATA_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if result.returncode != 0:
+        end = "\n".join((result.stdout + result.stderr).splitlines()[-12:])
+        raise SideError(f"metadata benchmark failed with {result.returncode}:\n{end}")
+    answer: Answer = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def _medians(answers: list[Answer]) -> dict[str, float]:
+    names = [name for name in answers[0] if name.endswith("_s")]
+    return {name: statistics.median(answer[name] for answer in answers) for name in names}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
