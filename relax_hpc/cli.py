@@ -1,4 +1,4 @@
-"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, postmortem.
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, postmortem.
 
 Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
 or requeued; postmortem has its own. Modules are imported where they are used: `relax-hpc --help` on
@@ -147,6 +147,16 @@ def _add_run_commands(commands: Commands) -> None:
     _add_json(parser)
     parser = _add(commands, "cancel", _cancel, "end a run")
     parser.add_argument("run", help=run)
+    _add_json(parser)
+    parser = _add(commands, "doctor", _doctor, "show what dead runs left on this node")
+    parser.add_argument("--clean", action="store_true", help="remove it, and nothing else")
+    parser.add_argument(
+        "--folder", action="append", default=[], help="also look here (transfer.spill_folder)"
+    )
+    parser.add_argument(
+        "--min-age", type=_at_least_1, default=30, metavar="MIN",
+        help="a run is dead when nothing changed for this long [30]; younger ones may restart",
+    )  # fmt: skip
     _add_json(parser)
 
 
@@ -364,6 +374,20 @@ def _cancel(args: argparse.Namespace) -> int:
         _print_json({"run": str(folder.path), "cancelled": who, "time": time.time()})
     else:
         _print(f"cancelled {who}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher import doctor
+
+    folders = [Path(folder) for folder in args.folder]
+    findings = doctor.examine(folders, clean=args.clean, min_age_s=60.0 * args.min_age)
+    advice = doctor.hints()
+    if args.json:
+        _print_json({"folders": [finding.to_dict() for finding in findings], "hints": advice})
+        return 0
+    for line in doctor.report(findings, advice):
+        _print(line)
     return 0
 
 

@@ -3,6 +3,7 @@
 ROOT/relax-UID-DIGEST-NODE/owner.json    run, node, attempt and agent process of the folder
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -143,6 +144,8 @@ def _state(folder: Path, owner: FolderOwner | None, age_s: float, min_age_s: flo
         return FolderState.FOREIGN
     if process_start(owner.pid) == owner.start or _has_live_writer(folder):
         return FolderState.LIVE
+    if age_s >= min_age_s and _has_live_task(owner.run):
+        return FolderState.LIVE
     return FolderState.RECENT if age_s < min_age_s else FolderState.DEAD
 
 
@@ -153,6 +156,18 @@ def _has_live_writer(folder: Path) -> bool:
         owners = [read_owner(path) for path in place.glob("[!.]*") if path.is_file()]
         if any(owner is not None and is_alive(owner) for owner in owners):
             return True
+    return False
+
+
+def _has_live_task(run: str) -> bool:
+    """True if a process of this user has the run in its environment: engines write no extents."""
+    mark = f"RELAX_RUN={run}\0".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # of another user, or ended while we looked
+                environment = (entry / "environ").read_bytes()
+                if environment.startswith(mark) or b"\0" + mark in environment:
+                    return True
     return False
 
 
