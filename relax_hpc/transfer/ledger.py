@@ -17,7 +17,7 @@ from relax_hpc.errors import TransferError
 from relax_hpc.transfer.wire import BlockRef
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class Ticket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One dispatch of one prompt."""
 
     epoch: int
@@ -156,9 +156,12 @@ class Ledger:
         data = self._data
         tickets = data.again[:num_prompts]
         num_again = len(tickets)
-        for position in range(data.position, data.position + num_prompts - num_again):
+        position, end = data.position, data.position + num_prompts - num_again
+        while position < end:
             epoch, place = divmod(position, data.num_prompts)
-            tickets.append(Ticket(epoch, int(self._order(epoch)[place]), data.first_k))
+            places = self._order(epoch)[place : place + end - position].tolist()
+            tickets += [Ticket(epoch, index, data.first_k) for index in places]
+            position += len(places)
         return tickets, num_again
 
     def advance(self, num_tickets: int, num_again: int) -> None:

@@ -27,7 +27,7 @@ class Phase(enum.StrEnum):
     ASSIGNED = "assigned"
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, gc=False):
     """One group in flight."""
 
     ticket: Ticket
@@ -150,7 +150,7 @@ class Admitted(Event, tag="admit"):
     """By uid: saved tokens are given back, and this smaller deadline counts."""
 
 
-class GroupPut(Event, tag="put"):
+class GroupPut(Event, tag="put", gc=False):
     """A group is complete as far as its engine is concerned."""
 
     uid: str

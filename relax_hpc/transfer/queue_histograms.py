@@ -4,20 +4,20 @@ Training on what finishes first favours short answers; these counts show whether
 """
 
 from collections.abc import Sequence
+from operator import sub
 
 from relax_hpc.transfer.wire import Histogram, Histograms, Rows, StepSummary, length_bucket
 
 
 def response_tokens(rows: Rows) -> list[int]:
     """Length of each row's response."""
-    return [n - p for n, p in zip(rows.num_tokens, rows.num_prompt_tokens, strict=True)]
+    return list(map(sub, rows.num_tokens, rows.num_prompt_tokens))
 
 
 def histogram_of(lengths: Sequence[int]) -> Histogram:
     """Count lengths by bucket."""
     counts: Histogram = {}
-    for length in lengths:
-        bucket = length_bucket(length)
+    for bucket in map(length_bucket, lengths):
         counts[bucket] = counts.get(bucket, 0) + 1
     return counts
 
@@ -25,8 +25,7 @@ def histogram_of(lengths: Sequence[int]) -> Histogram:
 def count_generated(histograms: Histograms, rows: Rows) -> None:
     """A group was put."""
     counts = histograms.generated
-    for total, prompt in zip(rows.num_tokens, rows.num_prompt_tokens, strict=True):
-        bucket = (total - prompt).bit_length()
+    for bucket in map(int.bit_length, map(sub, rows.num_tokens, rows.num_prompt_tokens)):
         counts[bucket] = counts.get(bucket, 0) + 1
 
 

@@ -203,14 +203,15 @@ class QueueRules:
         Raises:
             TransferError: wrong number of rows, or columns of different length.
         """
-        rows = info.rows
-        if len(rows) != self.config.group_size:
+        rows, size = info.rows, self.config.group_size
+        if not (
+            len(rows.num_tokens) == len(rows.num_prompt_tokens) == len(rows.finish_reasons) == size
+        ):
             raise TransferError(
-                f"group {info.uid} has {len(rows)} samples, "
-                f"rollout.group_size is {self.config.group_size}"
+                f"group {info.uid} has {len(rows)} samples (prompt lengths "
+                f"{len(rows.num_prompt_tokens)}, finish reasons {len(rows.finish_reasons)}), "
+                f"rollout.group_size is {size}"
             )
-        if not len(rows.num_prompt_tokens) == len(rows.finish_reasons) == len(rows):
-            raise TransferError(f"group {info.uid}: columns of different length: {rows}")
 
     def _beyond_the_bound(self, group: q.Group, info: wire.GroupInfo) -> q.Event | None:
         oldest, policy = info.oldest_version, self.config.stale_policy

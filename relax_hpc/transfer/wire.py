@@ -1,6 +1,7 @@
 """Messages of the services transfer and agent-NODE. Metadata only, payload is in blocks.
 
-Rows of a group travel as columns: one list per property, not one struct per row.
+Rows of a group travel as columns: one list per property, not one struct per row. What there is much
+of is not tracked by the garbage collector (gc=False): it can be part of no cycle.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ def agent_service(node: str) -> str:
     return f"agent-{node}"
 
 
-class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+class BlockRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a block of payload lies: part of an extent in the shared memory of one node."""
 
     node: str
@@ -41,7 +42,7 @@ class DataAccess(msgspec.Struct, frozen=True):
     nixl_metadata: bytes = b""
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class Rows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the controller knows about samples of one group: columns of equal length."""
 
     num_prompt_tokens: list[int]
@@ -60,7 +61,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class GroupRows(msgspec.Struct, frozen=True, array_like=True):
+class GroupRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Rows of one group, and the blocks that hold their fields."""
 
     uid: str
@@ -89,7 +90,7 @@ class Admit(msgspec.Struct, frozen=True):
     wait_s: float
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
+class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A PromptSlot on the wire."""
 
     uid: str
@@ -107,7 +108,7 @@ class Admitted(msgspec.Struct, frozen=True):
     done: bool
 
 
-class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A finished group: its block is already committed. Row i is sample i."""
 
     uid: str
@@ -142,7 +143,7 @@ class SavePartial(msgspec.Struct, frozen=True):
     newest_version: int
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True):
+class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Answer to a put."""
 
     is_kept: bool
