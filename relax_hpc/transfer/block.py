@@ -27,7 +27,15 @@ import xxhash
 
 from relax_hpc.errors import StaleEpochError, TransferError
 from relax_hpc.records import Fields, FieldValue
-from relax_hpc.transfer.column import KINDS, BlockHeader, Column, ColumnHeader, rows_of, values_of
+from relax_hpc.transfer.column import (
+    KINDS,
+    BlockHeader,
+    Column,
+    ColumnHeader,
+    MixedColumn,
+    rows_of,
+    values_of,
+)
 from relax_hpc.transfer.wire import BlockRef
 
 MAGIC = b"RLXBLK1\n"
@@ -146,6 +154,7 @@ class _Planner:
     def __init__(self, keys: Sequence[tuple[str, int]]) -> None:
         self._keys = keys
         self.columns: dict[tuple[object, ...], Column] = {}
+        self._mixed: dict[tuple[object, ...], MixedColumn] = {}
 
     def add_values(self, path: tuple[str, ...], values: "Sequence[FieldValue | None]") -> None:
         """Add a field: one value for each row, None where it is missing."""
@@ -157,9 +166,10 @@ class _Planner:
             if value is not None:
                 self._add(row, path, value)
 
-    def _add(self, row: int, path: tuple[str, ...], value: object) -> Column:
+    def _add(self, row: int, path: tuple[str, ...], value: object) -> None:
         if isinstance(value, dict):
-            return self._add_dict(row, path, value)
+            self._add_dict(row, path, value)
+            return
         if isinstance(value, bytes | str):
             kind = "bytes" if isinstance(value, bytes) else "str"
             data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
@@ -171,11 +181,10 @@ class _Planner:
                 f"{self._where(row, path)} has dtype {array.dtype}; put numeric arrays, bytes, "
                 "texts or dicts of them"
             )
-        column = self._column(path, kind, array.dtype, array.ndim)
-        column.add(row, value, array.reshape(-1), array.shape)
-        return column
+        flat = np.ascontiguousarray(array).reshape(-1)
+        self._column(path, kind, array.dtype, array.ndim).add(row, value, flat, array.shape)
 
-    def _add_dict(self, row: int, path: tuple[str, ...], value: dict[Any, Any]) -> Column:
+    def _add_dict(self, row: int, path: tuple[str, ...], value: dict[Any, Any]) -> None:
         column = self._column(path, "dict", np.dtype(np.uint8), 0)
         column.rows.append(row)
         column.items.append(0)
@@ -186,15 +195,14 @@ class _Planner:
                     "texts, values arrays, bytes, texts or dicts"
                 )
             self._add(row, (*path, key), inner)
-        return column
 
     def _column(
         self, path: tuple[str, ...], kind: str, dtype: "np.dtype[Any]", ndim: int
-    ) -> Column:
+    ) -> MixedColumn:
         key = (path, kind, dtype.num, dtype.byteorder, ndim)
-        column = self.columns.get(key)
+        column = self._mixed.get(key)
         if column is None:
-            column = self.columns[key] = Column(path, kind, dtype, ndim)
+            column = self._mixed[key] = self.columns[key] = MixedColumn(path, kind, dtype, ndim)
         return column
 
     def _where(self, row: int, path: tuple[str, ...]) -> str:

@@ -60,23 +60,20 @@ class Column:
     """Values of one field with the same kind, dtype and rank."""
 
     __slots__ = (
-        "by_id", "by_sample", "dtype", "flats", "items", "kind", "nbytes", "ndim", "offset",
-        "path", "rows", "shapes",
+        "dtype", "flats", "items", "kind", "nbytes", "ndim", "offset", "path", "rows", "shapes",
     )  # fmt: skip
 
-    def __init__(self, path: tuple[str, ...], kind: str, dtype: np.dtype[Any], ndim: int) -> None:
+    def __init__(self, path: tuple[str, ...], kind: str, dtype: "np.dtype[Any]", ndim: int) -> None:
         self.path = path
         self.kind = kind
         self.dtype = dtype
         self.ndim = ndim
-        self.flats: Sequence[np.ndarray] = []
+        self.flats: list[np.ndarray] = []
         self.shapes: list[int] = []
         self.rows: list[int] = []
         self.items: list[int] = []
         self.nbytes = 0
         self.offset = 0
-        self.by_id: dict[int, int] = {}
-        self.by_sample: dict[tuple[object, ...], list[int]] = {}
 
     @classmethod
     def of_all_rows(
@@ -86,17 +83,18 @@ class Column:
 
         Returns None for everything else.
         """
-        first = values[0] if values else None
-        if type(first) is not np.ndarray or first.ndim > 1 or first.dtype.kind not in KINDS:
+        count = len(values)
+        if [type(value) for value in values].count(np.ndarray) < count or count == 0:
             return None
-        dtype, ndim = first.dtype, first.ndim
-        arrays = [
-            v for v in values if type(v) is np.ndarray and v.dtype is dtype and v.ndim == ndim
-        ]
-        if len(arrays) < len(values) or len(set(map(id, arrays))) < len(arrays):
+        arrays: list[np.ndarray] = list(values)  # type: ignore[arg-type]
+        dtype, ndim = arrays[0].dtype, arrays[0].ndim
+        # Built-in dtypes are single objects, which list.count compares by identity first.
+        if [array.dtype for array in arrays].count(dtype) < count or dtype.kind not in KINDS:
             return None
         sizes = [array.size for array in arrays]
-        if max(sizes) * dtype.itemsize >= _DEDUP_BYTES:
+        if ndim > 1 or [array.ndim for array in arrays].count(ndim) < count:
+            return None
+        if max(sizes) * dtype.itemsize >= _DEDUP_BYTES or len(set(map(id, arrays))) < count:
             return None
         column = cls(path, "array", dtype, ndim)
         column.flats = arrays if ndim else [array.reshape(1) for array in arrays]
@@ -104,9 +102,36 @@ class Column:
         column.nbytes = sum(sizes) * dtype.itemsize
         return column
 
+    def row_of(self, element: int) -> int:
+        """Return the first row that an element of the column belongs to."""
+        sizes = [flat.size for flat in self.flats]
+        item = bisect.bisect_right(list(itertools.accumulate(sizes)), element)
+        value = self.items.index(item) if self.items else item
+        return self.rows[value] if self.rows else value
+
+    def header(self, num_rows: int) -> ColumnHeader:
+        """Describe the column; lists that say nothing are left out."""
+        items = self.items if len(self.flats) < len(self.items) else []
+        is_whole = not self.rows or self.rows == list(range(num_rows))
+        rows = [] if is_whole else self.rows
+        return ColumnHeader(
+            self.path, self.kind, self.dtype.str, self.ndim, self.offset, self.nbytes, self.shapes,
+            rows, items,
+        )  # fmt: skip
+
+
+class MixedColumn(Column):
+    """A column to which values are added one by one: some rows lack it, or values are equal."""
+
+    __slots__ = ("by_id", "by_sample")
+
+    def __init__(self, path: tuple[str, ...], kind: str, dtype: "np.dtype[Any]", ndim: int) -> None:
+        super().__init__(path, kind, dtype, ndim)
+        self.by_id: dict[int, int] = {}
+        self.by_sample: dict[tuple[object, ...], list[int]] = {}
+
     def add(self, row: int, source: object, flat: np.ndarray, shape: tuple[int, ...]) -> None:
         """Add the value of one row; `source` is what `flat` was made of."""
-        assert isinstance(self.flats, list)
         self.rows.append(row)
         known = self.by_id.get(id(source))
         if known is None and flat.nbytes >= _DEDUP_BYTES:
@@ -132,22 +157,6 @@ class Column:
         candidates.append(len(self.flats))
         return None
 
-    def row_of(self, element: int) -> int:
-        """Return the first row that an element of the column belongs to."""
-        sizes = [flat.size for flat in self.flats]
-        item = bisect.bisect_right(list(itertools.accumulate(sizes)), element)
-        value = self.items.index(item) if self.items else item
-        return self.rows[value] if self.rows else value
-
-    def header(self, num_rows: int) -> ColumnHeader:
-        """Describe the column; lists that say nothing are left out."""
-        items = self.items if len(self.flats) < len(self.items) else []
-        rows = [] if self.rows == list(range(num_rows)) else self.rows
-        return ColumnHeader(
-            self.path, self.kind, self.dtype.str, self.ndim, self.offset, self.nbytes, self.shapes,
-            rows, items,
-        )  # fmt: skip
-
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
     """Equal bytes; NaNs and the two zeros are told apart."""
@@ -163,19 +172,19 @@ def rows_of(
     columns: Sequence[ColumnHeader], cut: list[list[Any]], num_rows: int
 ) -> list[dict[str, Any]]:
     """Put the items of all columns into their rows."""
-    is_plain = all([len(c.path) == 1 and not c.rows and c.kind != "dict" for c in columns])
-    if is_plain and columns:
-        names = [column.path[0] for column in columns]
-        return [dict(zip(names, row, strict=True)) for row in zip(*cut, strict=True)]
     values: list[dict[str, Any]] = [{} for _ in range(num_rows)]
     for column, items in zip(columns, cut, strict=True):
-        rows = column.rows or range(num_rows)
+        name, rows = column.path[-1], values
+        if column.rows:
+            rows = [values[row] for row in column.rows]
+        if len(column.path) > 1:
+            rows = [_container(row, column.path) for row in rows]
         if column.kind == "dict":
             for row in rows:
-                _container(values[row], column.path).setdefault(column.path[-1], {})
+                row.setdefault(name, {})
             continue
         for row, item in zip(rows, items, strict=True):
-            _container(values[row], column.path)[column.path[-1]] = item
+            row[name] = item
     return values
 
 
