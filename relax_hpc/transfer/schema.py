@@ -17,6 +17,10 @@ from relax_hpc.records import Fields, FieldValue, Row, Sample
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Check, Columns, first_not_finite
 
+_PACK_BYTES = 16 << 20
+"""Groups of one put share a block of about this size: each block costs 20 us on either side. They
+are also freed together, and a reader of another node gets all of them."""
+
 Group = tuple[str, Sequence[Sample]]
 """Group uid and its samples, in the order of their sample indices."""
 
@@ -51,40 +55,61 @@ class RowSchema:
     versions: str = ""
     """Integer column of policy versions; empty: rows have no age."""
 
-    def describe(self, groups: Sequence[Group]) -> list[tuple[wire.Rows, Columns]]:
-        """Check all columns of all groups at once.
-
-        Returns:
-            For each group what the controller wants to know of it, and its fields by column.
+    def describe(self, groups: Sequence[Group]) -> "Description":
+        """Check all columns of all groups at once, and say which groups share a block.
 
         Raises:
             TransferError: names group, sample, field, what it is and what it must be.
         """
         samples = [sample for _, group in groups for sample in group]
+        prompts = [sample.num_prompt_tokens for sample in samples]
         try:
-            sizes, required = self._check(samples)
+            sizes, required = self._check(samples, prompts)
         except _RefusedError as err:
             uid, index = _place(groups, err.index)
             raise TransferError(f"group {uid} sample {index}: {err}") from None
         columns = _with_more(required, samples)
-        prompts = [sample.num_prompt_tokens for sample in samples]
+        per_token = self._bytes_per_token if len(columns) == len(required) else None
+        result = Description([], [], [], [])
         reasons: list[str] = [sample.finish_reason for sample in samples]
-        described, begin = [], 0
+        keys: list[tuple[str, int]] = []
+        begin, first, nbytes = 0, 0, 0
         for uid, group in groups:
             if not group:
                 raise TransferError(f"group {uid}: has no samples")
             end = begin + len(group)
-            rows = wire.Rows(prompts[begin:end], sizes[begin:end], reasons[begin:end])
-            keys = [(uid, index) for index in range(end - begin)]
-            values = {name: column[begin:end] for name, column in columns.items()}
-            described.append((rows, Columns(keys, values)))
+            result.rows.append(wire.Rows(prompts[begin:end], sizes[begin:end], reasons[begin:end]))
+            result.spans.append(self._span(required, begin, end))
+            size = _PACK_BYTES if per_token is None else sum(sizes[begin:end]) * per_token
+            if keys and nbytes + size > _PACK_BYTES:
+                result.add_block(keys, columns, first)
+                keys, first, nbytes = [], begin, 0
+            keys += [(uid, index) for index in range(end - begin)]
+            result.block_of.append(len(result.blocks))
+            nbytes += size
             begin = end
-        return described
+        result.add_block(keys, columns, first)
+        return result
 
-    def _check(self, samples: Sequence[Sample]) -> tuple[list[int], dict[str, list[np.ndarray]]]:
+    @property
+    def _bytes_per_token(self) -> int | None:
+        """Size of a row's payload by its tokens; None: it has other columns that may be large."""
+        lengths = {column.length for column in self.columns.values()}
+        if not self.tokens or Length.ANY in lengths:
+            return None
+        sized = (c for c in self.columns.values() if c.length is not Length.SCALAR)
+        return sum(column.dtype.itemsize for column in sized)
+
+    def _span(
+        self, columns: Mapping[str, Sequence[np.ndarray]], begin: int, end: int
+    ) -> tuple[int, int]:
+        return version_span(columns[self.versions][begin:end]) if self.versions else (-1, -1)
+
+    def _check(
+        self, samples: Sequence[Sample], prompts: Sequence[int]
+    ) -> tuple[list[int], dict[str, list[np.ndarray]]]:
         """Return the size of every sample in tokens, and the required fields by column."""
         fields = [sample.fields for sample in samples]
-        prompts = [sample.num_prompt_tokens for sample in samples]
         values = {name: _column(fields, name) for name in self.columns}
         for name, column in self.columns.items():
             _check_dtype(name, values[name], column.dtype)
@@ -95,40 +120,46 @@ class RowSchema:
         for name, column in self.columns.items():
             if column.length is Length.SCALAR:
                 _check_scalars(name, values[name])
-            elif column.length is not Length.ANY:
+            elif column.length is not Length.ANY and name != self.tokens:
                 is_tokens = column.length is Length.TOKENS
                 _check_sizes(name, values[name], sizes if is_tokens else responses)
         return sizes, values
 
-    def checks(self) -> "tuple[dict[str, Check], VersionSpan]":
-        """Return what looks at the columns of one group while they are copied."""
-        span = VersionSpan()
-        checks: dict[str, Check] = {
-            name: first_not_finite
-            for name, column in self.columns.items()
-            if column.dtype.kind == "f"
-        }
-        if self.versions:
-            checks[self.versions] = span
-        return checks, span
+    @property
+    def checks(self) -> dict[str, Check]:
+        """What looks at the columns of a block while they are copied."""
+        floats = (n for n, column in self.columns.items() if column.dtype.kind == "f")
+        return dict.fromkeys(floats, first_not_finite)
 
 
-class VersionSpan:
-    """A check that accepts all values and notes the smallest and the largest; -1 without any."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """Groups that are to be put: one entry for each in `rows`, `spans` and `block_of`."""
 
-    __slots__ = ("newest", "oldest")
+    rows: list[wire.Rows]
+    """What the controller wants to know."""
+    spans: list[tuple[int, int]]
+    """Smallest and largest policy version; -1 when there is none."""
+    block_of: list[int]
+    blocks: list[Columns]
+    """Each holds the fields of one or of several groups."""
 
-    def __init__(self) -> None:
-        self.oldest = -1
-        self.newest = -1
+    def add_block(
+        self,
+        keys: list[tuple[str, int]],
+        columns: "Mapping[str, Sequence[FieldValue | None]]",
+        first: int,
+    ) -> None:
+        """Add a block of rows `first` and following."""
+        end = first + len(keys)
+        values = {name: column[first:end] for name, column in columns.items()}
+        self.blocks.append(Columns(keys, values))
 
-    def __call__(self, values: np.ndarray) -> int:
-        """Look at a piece of the column."""
-        if values.size:
-            oldest, newest = int(values.min()), int(values.max())
-            self.oldest = oldest if self.newest < 0 else min(self.oldest, oldest)
-            self.newest = max(self.newest, newest)
-        return -1
+
+def version_span(values: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Return the smallest and the largest policy version; -1 when there is none."""
+    versions = np.concatenate(values) if len(values) != 1 else values[0]
+    return (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
 
 
 def check_responses(rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]) -> None:

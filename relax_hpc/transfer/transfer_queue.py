@@ -38,7 +38,7 @@ from relax_hpc.transfer import wire
 from relax_hpc.transfer.arena import ArenaStats
 from relax_hpc.transfer.block import Columns, Rows, first_not_finite
 from relax_hpc.transfer.payload import Payload
-from relax_hpc.transfer.schema import RL_ROWS, RowSchema, VersionSpan, check_responses
+from relax_hpc.transfer.schema import RL_ROWS, RowSchema, check_responses, version_span
 from relax_hpc.transfer.wire import BlockRef, QueueStatus, StepSummary
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class TransferQueue:
             config: section transfer of the run; None: its defaults.
             schema: fields that every row must have.
         """
-        self._grace_s, self._schema = grace_s, schema
+        self._grace_s, self._schema, self._checks = grace_s, schema, schema.checks
         self._client = RpcClient(identity.run, wire.SERVICE, identity)
         self._payload = Payload(identity, config or TransferConfig(), grace_s)
         self._admit_lock = threading.Lock()
@@ -144,23 +144,26 @@ class TransferQueue:
     def put_groups(self, groups: Sequence[tuple[PromptSlot, Sequence[Sample]]]) -> list[bool]:
         """Put several groups with one message; each is kept or refused on its own, see `put_group`.
 
-        A sample that breaks the schema refuses all groups of the call, nothing is put then.
+        A sample that breaks the schema refuses all groups of the call, nothing is put then. Small
+        groups of one call share memory: put those together that are trained at about one time.
         """
+        if not groups:
+            return []
         by_uid = [(slot.uid, samples) for slot, samples in groups]
         described = self._schema.describe(by_uid)
-        checks = [self._schema.checks() for _ in by_uid]
-        columns = [columns for _, columns in described]
-        refs = self._payload.write(columns, [check for check, _ in checks])
+        checks = [self._checks] * len(described.blocks)
+        refs = self._payload.write(described.blocks, checks)
         infos = [
-            wire.GroupInfo(uid, ref, rows, span.oldest, span.newest)
-            for (uid, _), ref, (rows, _), (_, span) in zip(
-                by_uid, refs, described, checks, strict=True
+            wire.GroupInfo(uid, refs[block], rows, oldest, newest)
+            for (uid, _), block, rows, (oldest, newest) in zip(
+                by_uid, described.block_of, described.rows, described.spans, strict=True
             )
         ]
         why = f"put group {by_uid[0][0]}" if len(by_uid) == 1 else f"put {len(by_uid)} groups"
         reply = self._store("put_groups", wire.PutGroups(infos), wire.StoredGroups, refs, why)
         stored = reply.results
-        self._payload.give_up([r for r, s in zip(refs, stored, strict=True) if not s.is_kept])
+        kept = {block for block, s in zip(described.block_of, stored, strict=True) if s.is_kept}
+        self._payload.give_up([ref for block, ref in enumerate(refs) if block not in kept])
         return [one.is_wanted for one in stored]
 
     def save_partial(self, slot: PromptSlot, samples: Sequence[Fields]) -> bool:
@@ -174,14 +177,14 @@ class TransferQueue:
         Returns:
             False: nobody wants the group any more.
         """
-        span = VersionSpan()
         names = dict.fromkeys(name for fields in samples for name in fields)
         columns = Columns(
             [(slot.uid, index) for index in range(len(samples))],
             {name: [fields.get(name) for fields in samples] for name in names},
         )
-        refs = self._payload.write([columns], [{self._schema.versions: span}])
-        request = wire.SavePartial(slot.uid, refs[0], span.oldest, span.newest)
+        refs = self._payload.write([columns])
+        span = version_span([fields[self._schema.versions] for fields in samples])
+        request = wire.SavePartial(slot.uid, refs[0], *span)
         why = f"save tokens of group {slot.uid}"
         reply = self._store("save_partial", request, wire.Stored, refs, why)
         self._payload.give_up([] if reply.is_kept else refs)
@@ -463,7 +466,12 @@ def _to_rows(
             raise block
         parts.append(block)
     told, uid, size = group.rows, group.uid, group.group_size
-    fields = [_merged(parts, (uid, sample)) for sample in group.samples]
+    fields: list[Fields]
+    if len(parts) == 1:
+        held = parts[0]
+        fields = [held.get((uid, sample), {}) for sample in group.samples]
+    else:
+        fields = [_merged(parts, (uid, sample)) for sample in group.samples]
     if schema.tokens:
         _check_sizes(group, fields, schema.tokens)
     return [
@@ -482,8 +490,6 @@ def _to_rows(
 
 
 def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
-    if len(parts) == 1:
-        return parts[0].get(key, {})
     fields: Fields = {}
     for part in parts:
         fields.update(part.get(key, {}))
