@@ -16,6 +16,7 @@ nothing may wait for ever. A seeded sample in CI, thousands of examples with --l
 import collections
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,7 +32,8 @@ from hypothesis.stateful import (
 from relax_hpc.config import StalePolicy
 from relax_hpc.control.rpc import Caller
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.queue_rules import QueueRulesConfig
+from relax_hpc.transfer.queue_data import Event, QueueData
+from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 
 from .protocol_model import NUM_ENGINES, TASKS, Engine, Model, key_of
 
@@ -324,3 +326,131 @@ def test_an_engine_that_was_replaced_in_place_keeps_no_slot() -> None:
     run.kill_engine(engine, is_told=False, is_zombie=False)
     assert not run.generating(), "slots that nobody heard of are dispatched again"
     run.run_to_the_end()
+
+
+# ---------------------------------------------------------------------------------------------
+# Length bias (guarantee 8) and order (guarantee 12)
+# ---------------------------------------------------------------------------------------------
+
+
+class OneEngine:
+    """A queue and an engine whose prompts 3, 13, 23, .. take 20 times as long as the others."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self.config = QueueRulesConfig(
+            groups_per_step=4, group_size=1, max_staleness=max_staleness, chunks_per_step=1,
+            train_steps=60, is_shuffled=False,
+        )  # fmt: skip
+        self.rules = QueueRules(self.config, self.config.new_state(QueueData()))
+        self.running: list[tuple[int, str, int]] = []
+        self.trained: list[str] = []
+        self.do(self.rules.open_dataset(wire.OpenDataset(1000, "x")))
+        self.do(self.rules.begin_train(caller_of("train"), wire.BeginTrain("b", 0)))
+
+    def do(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.rules.state.apply(event)
+
+    def turn(self, now: int) -> None:
+        version = self.rules.state.data.version
+        request = wire.Admit(f"k{now}", version, 2, 0.0)
+        granted = self.rules.admit(caller_of("rollout"), request)
+        if granted is not None:
+            self.do([granted])
+            for ticket in granted.tickets:
+                self.running.append((now + cost_of(ticket.uid), ticket.uid, version))
+        for item in [item for item in self.running if item[0] <= now]:
+            self.running.remove(item)
+            self.put(item[1], item[2], now)
+        asked = wire.TakeChunk(version, 0, 0, 1, 0.0)
+        self.do(self.rules.decide_chunk(caller_of("train"), asked))
+        if self.rules.chunk_reply(caller_of("train"), asked) is not None:
+            self.do(self.rules.complete_step(caller_of("train"), wire.CompleteStep(version)))
+            summary = self.rules.state.data.last_summary
+            assert summary is not None and summary.staleness_max <= self.config.max_staleness
+            self.trained += summary.uids
+
+    def put(self, uid: str, version: int, now: int) -> None:
+        block = wire.BlockRef("n1", "a.0", 64 * now, 64, now + 1, 0)
+        rows = wire.Rows([1], [1 + 100 * cost_of(uid)], ["stop"])
+        info = wire.GroupInfo(uid, block, rows, version, version)
+        reply, events = self.rules.put_group(info, 0.0)
+        assert reply.is_kept, "nothing is discarded for its age"
+        self.do(events)
+
+
+def cost_of(uid: str) -> int:
+    return 20 if int(uid.split(".")[1]) % 10 == 3 else 1
+
+
+def caller_of(role: str) -> Caller:
+    return Caller(role=role, index=0, rank=0, incarnation=1, attempt=1)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_q8_slow_prompts_are_trained_as_often_as_fast_ones(max_staleness: int) -> None:
+    """None of them is thrown away for its age, so trained lengths are those that were produced."""
+    world = OneEngine(max_staleness)
+    for now in range(100_000):
+        if world.rules.is_done:
+            break
+        world.turn(now)
+    status = world.rules.status(0.0)
+    assert status.done and not status.dropped and not status.redispatched
+    slow = [uid for uid in world.trained if cost_of(uid) > 1]
+    assert len(world.trained) == 240 and 24 - (max_staleness + 1) <= len(slow) <= 24
+    assert status.histograms.trained == status.histograms.generated
+    assert not status.histograms.dropped
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_q12_groups_are_whole_and_first_come_first_served(seed: int) -> None:
+    """With one deadline the order of completion is the order of training, whatever it was."""
+    chance = random.Random(seed)
+    config = _config(
+        groups_per_step=6, chunks_per_step=3, train_steps=1, task_fields={"ref": "ref_logprobs"}
+    )
+    rules = QueueRules(config, config.new_state(QueueData()))
+    engine = caller_of("rollout")
+    train, ref = caller_of("train"), caller_of("ref")
+    apply = rules.state.apply
+    for event in [
+        *rules.open_dataset(wire.OpenDataset(1000, "x")),
+        *rules.begin_train(train, wire.BeginTrain("b", 0)),
+    ]:
+        apply(event)
+    granted = rules.admit(engine, wire.Admit("k", 0, 6, 0.0))
+    assert granted is not None
+    apply(granted)
+    uids = [ticket.uid for ticket in granted.tickets]
+    chance.shuffle(uids)
+    for number, uid in enumerate(uids):
+        block = wire.BlockRef("n1", "a.0", 64 * number, 64, number + 1, 0)
+        info = wire.GroupInfo(uid, block, wire.Rows([1, 1], [9, 9], ["stop"] * 2), 0, 0)
+        for event in rules.put_group(info, 0.0)[1]:
+            apply(event)
+    taken = rules.take_rows(ref, wire.TakeRows("ref", "k", 99, 0.0))
+    assert taken is not None and [uid for uid, _ in taken.rows] == uids
+    apply(taken)
+    finished: list[str] = []
+    rows = [(uid, sample) for uid in uids for sample in (0, 1)]
+    chance.shuffle(rows)
+    for number, (uid, sample) in enumerate(rows):
+        block = wire.BlockRef("n1", "b.0", 64 * number, 64, number + 1, 0)
+        request = wire.PutFields("ref_logprobs", [(uid, [sample])], block)
+        for event in rules.put_fields(request)[1]:
+            apply(event)
+        if not any(rules.state.data.groups[uid].missing.values()):
+            finished.append(uid)
+    order: list[str] = []
+    for index in range(3):
+        asked = wire.TakeChunk(0, index, 0, 1, 0.0)
+        for event in rules.decide_chunk(train, asked):
+            apply(event)
+        reply = rules.chunk_reply(train, asked)
+        assert reply is not None and reply.groups is not None
+        assert all(group.samples == [0, 1] for group in reply.groups)
+        order += [group.uid for group in reply.groups]
+    assert [set(order[i : i + 2]) for i in (0, 2, 4)] == [
+        set(finished[i : i + 2]) for i in (0, 2, 4)
+    ]
