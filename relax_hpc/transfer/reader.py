@@ -21,7 +21,7 @@ from typing import Protocol
 from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import RelaxError, TransferError
 from relax_hpc.log import kv
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Rows, open_block
@@ -29,6 +29,7 @@ from relax_hpc.transfer.buffers import BufferPool
 from relax_hpc.transfer.extent import ExtentMap, spill_folder
 from relax_hpc.transfer.frames import data_key
 from relax_hpc.transfer.opener import BlockOpener
+from relax_hpc.transfer.rdma import NixlSource, is_wanted
 from relax_hpc.transfer.spill import TIER as SPILL_TIER
 from relax_hpc.transfer.spill import read_spilled
 from relax_hpc.transfer.tcp import DataClient, Progress
@@ -125,6 +126,9 @@ class Reader:
         identity: this process; its node decides what is near.
         config: section `transfer` of the recipe.
         access: where other nodes' data servers are; None: ask their agents.
+
+    Raises:
+        TransferError: transfer.rdma is "force" and it does not work here; the keys cannot be read.
     """
 
     def __init__(
@@ -140,8 +144,14 @@ class Reader:
         self._run, self._spill_folder = identity.run, config.spill_folder
         self._book = AccessBook(identity)
         self._pool = BufferPool()
+        self._access: Access = access or self._book
         self._tcp = DataClient(
-            data_key(identity.run), access or self._book, self._pool, streams=config.streams
+            data_key(identity.run), self._access, self._pool, streams=config.streams
+        )
+        is_rdma_wanted, why_not = is_wanted(config.rdma)
+        self._nixl = NixlSource(self._access) if is_rdma_wanted else None
+        logger.info(
+            "payload of other nodes %s", kv(by="nixl" if self._nixl else "tcp", note=why_not)
         )
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
@@ -168,16 +178,16 @@ class Reader:
     def read_each(self, refs: Sequence[BlockRef], *, deadline: float) -> list[Rows | RelaxError]:
         """As `read`, but what is wrong with one block is its result and hurts no other."""
         results: dict[int, Rows | RelaxError] = {}
-        remote: dict[str, list[int]] = {}
+        remote: dict[tuple[str, str], list[int]] = {}
         for i, ref in enumerate(refs):
             result = self._read_near(ref)
             if result is None:
-                remote.setdefault(ref.node, []).append(i)
+                remote.setdefault((ref.node, ref.tier), []).append(i)
             else:
                 results[i] = result
+                self._count("spill" if ref.tier == SPILL_TIER else "shm", ref, result)
         for found in self._read_nodes(refs, remote, deadline):
             results.update(found)
-        self._count(refs, results)
         return [results[i] for i in range(len(refs))]
 
     def read_file(self, node: str, area: str, name: str, *, deadline: float) -> memoryview:
@@ -185,13 +195,16 @@ class Reader:
         return self._tcp.read_file(node, area, name, deadline)
 
     def stats(self) -> dict[str, int]:
-        """Count blocks and bytes by way (shm, spill, tcp), blocks read again, and failures."""
+        """Count blocks and bytes by way (shm, spill, tcp, nixl), `read_again`, `failed` blocks,
+        and reads that TCP took over from RDMA (`fell_back`)."""
         with self._lock:
             return dict(self._counts)
 
     def close(self) -> None:
         """Close connections. Views stay valid."""
         self._tcp.close()
+        if self._nixl is not None:
+            self._nixl.close()
         self._book.close()
 
     # -- near ---------------------------------------------------------------------------------
@@ -233,7 +246,7 @@ class Reader:
     # -- far ----------------------------------------------------------------------------------
 
     def _read_nodes(
-        self, refs: Sequence[BlockRef], remote: dict[str, list[int]], deadline: float
+        self, refs: Sequence[BlockRef], remote: dict[tuple[str, str], list[int]], deadline: float
     ) -> list[dict[int, Rows | RelaxError]]:
         """Read from several nodes at once: the slowest one decides, not the sum."""
         if len(remote) <= 1:
@@ -248,35 +261,61 @@ class Reader:
     def _read_node(
         self, refs: Sequence[BlockRef], wanted: list[int], deadline: float
     ) -> dict[int, Rows | RelaxError]:
+        """Read blocks of one tier of one node, by RDMA if both ends have it."""
+        ref = refs[wanted[0]]
+        try:
+            if ref.tier != SPILL_TIER and self._has_nixl(ref.node, deadline):
+                assert self._nixl is not None
+                return self._read_by(self._nixl, refs, wanted, deadline)
+        except TransferError as err:
+            with self._lock:
+                self._counts["fell_back"] += 1
+            logger.warning("tcp takes over %s", kv(node=ref.node, blocks=len(wanted), note=err))
+        except RelaxError as err:  # the deadline: nobody else has time either
+            return self._failed(refs, wanted, err)
+        try:
+            return self._read_by(self._tcp, refs, wanted, deadline)
+        except RelaxError as err:  # of the whole node
+            return self._failed(refs, wanted, err)
+
+    def _has_nixl(self, node: str, deadline: float) -> bool:
+        return self._nixl is not None and bool(self._access(node, deadline, False).nixl_agent)
+
+    def _read_by(
+        self, source: BlockSource, refs: Sequence[BlockRef], wanted: list[int], deadline: float
+    ) -> dict[int, Rows | RelaxError]:
         """Read blocks of one node; those that arrived hurt once more."""
-        found, hurt = self._read_once(refs, wanted, deadline)
+        found, hurt = self._read_once(source, refs, wanted, deadline)
         if hurt:
             logger.warning("blocks read again %s", kv(count=len(hurt), first=found[hurt[0]]))
             with self._lock:
                 self._counts["read_again"] += len(hurt)
-            found.update(self._read_once(refs, hurt, deadline)[0])
+            found.update(self._read_once(source, refs, hurt, deadline)[0])
+        for i, result in found.items():
+            self._count(source.name, refs[i], result)
         return found
 
     def _read_once(
-        self, refs: Sequence[BlockRef], wanted: list[int], deadline: float
+        self, source: BlockSource, refs: Sequence[BlockRef], wanted: list[int], deadline: float
     ) -> tuple[dict[int, Rows | RelaxError], list[int]]:
         """Return the result of each block, and which ones arrived hurt."""
         blocks = [refs[i] for i in wanted]
-        opener = BlockOpener(blocks, f"tcp, read on {self._node}")
-        try:
-            images = self._tcp.read_blocks(blocks[0].node, blocks, deadline, opener.progress)
-        except RelaxError as err:  # of the whole node
-            return dict.fromkeys(wanted, err), []
+        opener = BlockOpener(blocks, f"{source.name}, read on {self._node}")
+        images = source.read_blocks(blocks[0].node, blocks, deadline, opener.progress)
         found = {wanted[k]: opener.result(k, image) for k, image in enumerate(images)}
         return found, [i for k, i in enumerate(wanted) if opener.is_hurt(k)]
 
-    def _count(self, refs: Sequence[BlockRef], results: dict[int, Rows | RelaxError]) -> None:
+    def _failed(
+        self, refs: Sequence[BlockRef], wanted: list[int], err: RelaxError
+    ) -> dict[int, Rows | RelaxError]:
+        for i in wanted:
+            self._count("", refs[i], err)
+        return dict.fromkeys(wanted, err)
+
+    def _count(self, way: str, ref: BlockRef, result: Rows | RelaxError) -> None:
         with self._lock:
-            for i, ref in enumerate(refs):
-                if isinstance(results[i], RelaxError):
-                    self._counts["failed"] += 1
-                    continue
-                way = SPILL_TIER if ref.tier == SPILL_TIER else "shm"
-                way = way if ref.node == self._node else "tcp"
+            if isinstance(result, RelaxError):
+                self._counts["failed"] += 1
+            else:
                 self._counts[f"{way}_blocks"] += 1
                 self._counts[f"{way}_bytes"] += ref.nbytes

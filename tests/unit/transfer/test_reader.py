@@ -1,5 +1,6 @@
 """One reader, several transports: the same rows, the same errors, whichever way bytes come."""
 
+import dataclasses
 import gc
 import shutil
 import threading
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_hpc.config import TransferConfig
+from relax_hpc.config import RdmaUse, TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.errors import DeadlineError, RelaxError, StaleEpochError, TransferError
 from relax_hpc.runfolder import RunFolder
@@ -22,14 +23,15 @@ from relax_hpc.transfer.arena import Arena, ArenaLimits, RpcGate
 from relax_hpc.transfer.block import Entry, plan_block, write_block
 from relax_hpc.transfer.extent import spill_folder, stamp_of
 from relax_hpc.transfer.owner import Owner
+from relax_hpc.transfer.rdma_server import NixlServer
 from relax_hpc.transfer.reader import Reader
 from relax_hpc.transfer.spill import SpillLimits, SpillWriter
 from relax_hpc.transfer.tcp_server import DataServer
-from relax_hpc.transfer.wire import BlockRef
+from relax_hpc.transfer.wire import BlockRef, DataAccess
 
 Who = Callable[..., Identity]
 Make = Callable[..., Reader]
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "nixl")
 LIMITS = ArenaLimits(extent_bytes=16 << 20, max_bytes=64 << 20, low_water=1 << 20)
 VERIFIED = TransferConfig(verify_shm=True)
 VALUES: dict[str, Any] = {
@@ -64,14 +66,30 @@ def arena(agent: NodeAgent, who: Who) -> Iterator[Arena]:
 def reader(who: Who) -> Iterator[Make]:
     readers = []
 
+    servers = []
+
     def make(transport: str, config: TransferConfig = VERIFIED) -> Reader:
         node = "n1" if transport == "shm" else "n2"
-        readers.append(Reader(who("train", node=node), config))
+        identity = who("train", node=node)
+        if transport != "nixl":
+            readers.append(Reader(identity, config))
+            return readers[-1]
+        server = NixlServer(identity.run.shm("n1") / "arenas", "n1")
+        server.start()
+        servers.append(server)
+
+        def access(node: str, deadline: float, refresh: bool) -> DataAccess:
+            return DataAccess("127.0.0.1", 1, *server.access())  # no TCP to fall back to
+
+        config = dataclasses.replace(config, rdma=RdmaUse.FORCE)
+        readers.append(Reader(identity, config, access))
         return readers[-1]
 
     yield make
     for one in readers:
         one.close()
+    for server in servers:
+        server.close()
 
 
 def put(arena: Arena, uid: str, num_samples: int = 2, **fields: Any) -> BlockRef:
