@@ -308,13 +308,16 @@ class NixlSource:
         """Return the node's agent; ask for news while it knows an extent of ours not yet."""
         with self._lock:
             peer = self._peers.get(node)
-        for pause_s in (0.0, _REFRESH_PAUSE_S, 0.0):
-            if peer is not None and all(name in peer.extents for name in names):
+        missing = sorted(set(names).difference(peer.extents if peer is not None else ()))
+        for pause_s in (0.0, _REFRESH_PAUSE_S, _REFRESH_PAUSE_S):
+            if peer is not None and not missing:
                 return peer
-            if peer is not None and pause_s:
-                time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             peer = self._ask(node, deadline)
-        assert peer is not None
+            missing = sorted(set(names).difference(peer.extents))
+        if peer is None or missing:
+            # Removed, or only not registered (the limit of locked memory): the node's TCP knows.
+            raise TransferError(f"node {node}: NIXL does not reach extents {', '.join(missing)}")
         return peer
 
     def _ask(self, node: str, deadline: float) -> _Peer:
@@ -387,11 +390,6 @@ def _problem(ref: BlockRef, peer: _Peer) -> RelaxError | None:
     name = f"block {ref.extent}+{ref.offset} of node {ref.node}"
     if ref.tier != "shm":
         return TransferError(f"{name} is on disk: NIXL reads shared memory only")
-    if ref.extent not in peer.extents:
-        return StaleEpochError(
-            f"{name}: its node has no such extent: its producer is dead and nothing referenced it, "
-            "or the node was cleaned"
-        )
     size = peer.extents[ref.extent][1]
     if ref.offset < STAMP_BYTES or ref.nbytes < PREFIX_BYTES or ref.offset + ref.nbytes > size:
         return TransferError(f"{name}: {ref.nbytes} bytes are not inside the extent of {size}")

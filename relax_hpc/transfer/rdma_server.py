@@ -43,7 +43,10 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 5.0
 """How long the memory of a removed extent may stay in use by its registration."""
 _START_S = 60.0
-_ANSWER_S = 20.0
+_FRESH_S = 2.0
+"""Who asks for the address of a node waits no longer for a helper that hangs: TCP needs it, too."""
+_LOST_S = 30.0
+_MESSAGE_S = 10.0
 _RESTART_PAUSE_S = 5.0
 _LENGTH = struct.Struct("<I")
 _MAX_ANSWER = 64 << 20
@@ -92,14 +95,15 @@ class NixlServer:
     def access(self) -> tuple[str, bytes]:
         """Return nixl_agent and nixl_metadata of DataAccess; ("", b"") while there is no helper.
 
-        Blocks: extents that are there now are registered first. Starts a helper that ended again.
+        Blocks: extents that are there now are registered first; but if that takes longer than two
+        seconds, the answer is the last one. Starts a helper again that ended or hangs.
         """
         with self._lock:
             if self._helper is None and not self._start_again():
                 return "", b""
             assert self._helper is not None
             try:
-                return self._helper.name, self._helper.ask(_ANSWER_S)
+                return self._helper.name, self._helper.ask(_FRESH_S)
             except (OSError, TransferError) as err:
                 _log.warning("nixl helper is lost %s", kv(agent=self._helper.name, note=str(err)))
                 self._helper.close()
@@ -132,13 +136,17 @@ class _Helper:
     def __init__(self, folder: Path, node: str) -> None:
         self.name = f"{node}-{os.getpid()}-{secrets.token_hex(4)}"
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_MESSAGE_S)
+        self._last = b""
+        self._asked_at: float | None = None  # a question without an answer yet
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), self.name, str(folder)]
             self.process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         try:
-            self.ask(_START_S)
+            if not self.ask(_START_S):
+                raise TransferError(f"no answer in {_START_S:.0f} s")
         except (OSError, TransferError) as err:
             self.close()
             raise TransferError(
@@ -146,10 +154,29 @@ class _Helper:
                 f"{err}; its reason is in this process's stderr"
             ) from err
 
-    def ask(self, timeout_s: float) -> bytes:
-        """Return a NixlAccess of this moment."""
-        self._socket.settimeout(timeout_s)
-        self._socket.sendall(b"?")
+    def ask(self, wait_s: float) -> bytes:
+        """Return a NixlAccess of this moment, or the last one if there is none in time.
+
+        Raises:
+            TransferError: the process ended, or has not answered for half a minute.
+        """
+        is_new, begin = self._asked_at is None, time.monotonic()
+        until = begin + (wait_s if is_new else _FRESH_S / 20)
+        while True:
+            if self._asked_at is None:
+                self._socket.sendall(b"?")
+                self._asked_at = time.monotonic()
+            left_s = max(0.0, until - time.monotonic())
+            if not select.select([self._socket], [], [], left_s)[0]:
+                if time.monotonic() - self._asked_at > _LOST_S:
+                    raise TransferError(f"no answer of pid {self.process.pid} in {_LOST_S:.0f} s")
+                return self._last
+            self._last, self._asked_at = self._take_answer(), None
+            if is_new:
+                return self._last
+            is_new = True  # that was the answer to an older question
+
+    def _take_answer(self) -> bytes:
         (nbytes,) = _LENGTH.unpack(self._receive(_LENGTH.size))
         if nbytes > _MAX_ANSWER:
             raise TransferError(f"NIXL helper {self.name} answers with {nbytes} bytes")
