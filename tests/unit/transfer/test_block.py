@@ -151,10 +151,14 @@ def test_images_that_differ_in_one_bit_between_the_samples_are_not_merged() -> N
     _assert_equal(rows["u", 1]["image"], other)
 
 
-def test_large_columns_are_hashed_in_pieces_as_a_whole() -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_large_columns_are_hashed_in_pieces_as_a_whole(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values around the size of a piece: copied in parts, verified in one go."""
+    monkeypatch.setattr(block, "_STREAMS", streams)
     rng = np.random.default_rng(2)
-    sizes = [3, 70_000, 65_536, 1, 400_000, 0, 65_535]
+    sizes = [3, 140_000, 131_072, 1, 262_144, 700_000, 0, 262_143]
     entries = [Entry("u", i, "x", rng.random(n).astype(np.float32)) for i, n in enumerate(sizes)]
     rows = _read(entries)
     for entry in entries:
@@ -263,6 +267,29 @@ def test_column_spans_need_only_the_header() -> None:
     assert [span.name for span in spans] == ["tokens", "logprobs"]
     assert all(span.uids == ("0.5.0",) and span.start % 64 == 0 for span in spans)
     assert spans == column_spans(view, ref, "test")
+
+
+@pytest.mark.parametrize(
+    ("tunables", "streams"),
+    [
+        ("", False),
+        ("glibc.cpu.x86_non_temporal_threshold=1048576", True),
+        ("glibc.malloc.check=1:glibc.cpu.x86_non_temporal_threshold=0x100000", True),
+        ("glibc.cpu.x86_non_temporal_threshold=25165824", False),
+    ],
+)
+def test_streaming_copies_are_known_from_the_environment(
+    tunables: str, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert block._streams() is streams
+
+
+def test_large_values_with_strides_are_compared_and_stored_in_order() -> None:
+    base = np.arange(80_000, dtype=np.int32)
+    rows = _read([Entry("u", 0, "x", base[::2]), Entry("u", 1, "x", base[::-2])])
+    _assert_equal(rows["u", 0]["x"], base[::2])
+    _assert_equal(rows["u", 1]["x"], base[::-2])
 
 
 def test_empty_values_of_every_dtype() -> None:
