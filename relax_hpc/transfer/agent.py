@@ -31,7 +31,7 @@ from relax_hpc.transfer.extent import (
     segments,
     spill_folder,
 )
-from relax_hpc.transfer.leftovers import read_folder_owner, reap_dead_runs, write_owner
+from relax_hpc.transfer.leftovers import read_folder_owner, write_owner
 from relax_hpc.transfer.node_memory import room
 from relax_hpc.transfer.owner import is_alive, open_shm_folder, temporary_owners
 from relax_hpc.transfer.rdma_server import NixlServer
@@ -39,8 +39,6 @@ from relax_hpc.transfer.spill import remove_segment
 from relax_hpc.transfer.tcp_server import DataServer
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["AREAS", "NodeAgent", "reap_dead_runs"]
 
 AREAS = ("arenas", "weights")
 _SWEEP_S = 30.0

@@ -386,7 +386,7 @@ class Arena:
             blocks = None if self._waiting else self._try_all(sizes)
             if blocks is None:
                 blocks = self._wait_for_room(_Waiter(sizes), deadline)
-            elif self._reserved - self._used < self._limits.low_water:
+            elif self._is_low() and self._reserved < self._limits.max_bytes:
                 self._changed.notify_all()  # the grower
             self._high_water = max(self._high_water, self._used)
             return blocks
@@ -503,13 +503,16 @@ class Arena:
                 return 0
             least = max(self._waiting[0].sizes) + STAMP_BYTES
             self._drop_empty(least)
-        elif self._reserved - self._used < limits.low_water:
+        elif self._is_low():
             least = min(_MIN_EXTENT, limits.max_bytes)
         else:
             return 0
         least = -(-least // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = min(max(limits.extent_bytes, least), limits.max_bytes - self._reserved)
         return nbytes if nbytes >= least else 0
+
+    def _is_low(self) -> bool:
+        return self._reserved - self._used < self._limits.low_water
 
     def _drop_empty(self, nbytes: int) -> None:
         """Remove empty extents that are too small for the waiting put, if that makes room."""
