@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from relax_hpc.config import Config, DataConfig, config_from_json
 from relax_hpc.control.identity import Identity
@@ -27,6 +28,7 @@ from relax_hpc.rewards.reward import close_reward, make_reward
 from relax_hpc.rollout.engine import Engine, make_engine
 from relax_hpc.rollout.group import GroupMaker, Prompts
 from relax_hpc.rollout.loop import Admission, Admit, LoopParts, RolloutLoop
+from relax_hpc.rollout.replay import ReplayParts, replay
 from relax_hpc.steps.ending import run_step
 from relax_hpc.transfer.archive import GroupArchive
 from relax_hpc.transfer.transfer_queue import TransferQueue
@@ -68,14 +70,30 @@ async def _serve(config: Config, identity: Identity) -> None:
     start_s = config.recovery.start_timeout_s
     await asyncio.to_thread(functools.partial(membership.join, {}, timeout_s=start_s))
     membership.report(state="starting")
-    engine = make_engine(config, identity)
     metrics = MetricWriter(identity.run, "rollout", identity.index)
+    queue = TransferQueue(identity, config=config.transfer)
+    put_groups = _replay if config.rollout.replay else _generate
+    try:
+        await put_groups(config, identity, queue, membership, metrics)
+    finally:
+        metrics.close()
+        await asyncio.to_thread(queue.close)
+        await asyncio.to_thread(membership.leave)
+
+
+async def _generate(
+    config: Config,
+    identity: Identity,
+    queue: TransferQueue,
+    membership: Membership,
+    metrics: MetricWriter,
+) -> None:
+    engine = make_engine(config, identity)
     try:
         # At the same time: a server takes as long to start as transformers takes to import.
         _, (tokenizer, train_prompts, eval_prompts) = await asyncio.gather(
             engine.start(), asyncio.to_thread(_load_data, config)
         )
-        queue = TransferQueue(identity, config=config.transfer)
         await asyncio.to_thread(_open_dataset, queue, config.data, train_prompts)
         async with (
             _group_maker(config, engine, tokenizer) as maker,
@@ -97,8 +115,21 @@ async def _serve(config: Config, identity: Identity) -> None:
             await RolloutLoop(config, parts).run()
     finally:
         await engine.close()
-        metrics.close()
-        await asyncio.to_thread(membership.leave)
+
+
+async def _replay(
+    config: Config,
+    identity: Identity,
+    queue: TransferQueue,
+    membership: Membership,
+    metrics: MetricWriter,
+) -> None:
+    """Put recorded groups; no engine is started."""
+    _, train_prompts, _ = await asyncio.to_thread(_load_data, config)
+    await asyncio.to_thread(_open_dataset, queue, config.data, train_prompts)
+    membership.report(state="running")
+    parts = ReplayParts(queue=queue, progress=membership, metrics=metrics, index=identity.index)
+    await asyncio.to_thread(replay, config, parts, Path(config.rollout.replay))
 
 
 def _load_data(config: Config) -> tuple[Tokenizer, PromptSet, Prompts]:
