@@ -196,7 +196,7 @@ def train(me: Identity) -> None:
         for index in range(config.chunks_per_step):
             rows += queue.take_chunk(step, index, 0, 1, 100.0).rows
             _check(rows, step, config.max_staleness)
-            time.sleep(0.01)
+            time.sleep(settings["chunk_s"])
         _check(rows, step, config.max_staleness)  # views stay as they are until the step is told
         summary = queue.complete_step(step)
         assert 0 <= summary.staleness_max <= config.max_staleness

@@ -28,9 +28,10 @@ from relax_hpc.control.rpc import create_keys
 from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.queue_state import QueueState
+from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 from relax_hpc.transfer.transfer_queue import TransferQueue
 from tests.distributed.chaos_process import DROPPED, NUM_PROMPTS, is_dropped, rules
+from tests.netns import TwoNodes, two_nodes, why_not
 from tests.unit.transfer.protocol_model import admitted_prompts, key_of, trained_uids
 
 PLACES = {
@@ -50,16 +51,15 @@ _DEADLINE_S = 240.0
 class World:
     """Starts, kills and restarts processes; counts incarnations as the supervisor does."""
 
-    def __init__(self, folder: RunFolder, train_steps: int, prefix: str = "127.") -> None:
-        self.folder, self.train_steps, self.prefix = folder, train_steps, prefix
+    def __init__(self, folder: RunFolder, train_steps: int, nodes: TwoNodes | None = None) -> None:
+        """With `nodes` its processes live in two network namespaces, else on the loopback."""
+        self.folder, self.train_steps, self.nodes = folder, train_steps, nodes
         self.incarnations: collections.Counter[str] = collections.Counter()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.num_breaks = 0
-        (folder.path / "chaos.json").write_text(json.dumps({"train_steps": train_steps}))
-
-    def command(self, name: str) -> list[str]:
-        """The command of a process; a test may put it into a network namespace."""
-        return [sys.executable, str(Path(__file__).with_name("chaos_process.py"))]
+        # While the cable is cut the near engine alone may go on: the run must not end meanwhile.
+        settings = {"train_steps": train_steps, "chunk_s": 0.01 if nodes is None else 0.1}
+        (folder.path / "chaos.json").write_text(json.dumps(settings))
 
     def start(self, name: str) -> None:
         role, index, rank, node = PLACES[name]
@@ -70,17 +70,18 @@ class World:
             index=index,
             attempt=1,
             incarnation=self.incarnations[name],
-            address_prefix=self.prefix,
+            address_prefix="127." if self.nodes is None else "10.77.",
             local=LocalPlace(rank=rank, world=1, local_rank=0, node=node),
         )
         root = str(Path(__file__).parents[2])
+        environment |= {**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+        command = [sys.executable, str(Path(__file__).with_name("chaos_process.py"))]
         with (self.folder.path / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                self.command(name),
-                env={**os.environ, **environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-                stdout=log,
-                stderr=log,
-            )
+            options = {"env": environment, "stdout": log, "stderr": log}
+            if self.nodes is None:
+                self.processes[name] = subprocess.Popen(command, **options)
+            else:
+                self.processes[name] = self.nodes.start(int(node == "n2"), command, **options)
 
     def kill(self, *names: str) -> None:
         for name in names:
@@ -121,11 +122,10 @@ class World:
                 self.check_alive()
                 assert time.monotonic() < deadline, f"{name} does not end\n{self.logs()}"
                 time.sleep(0.02)
-        self.check_alive()
-        _count(self)
         for name in ("dcs1", "dcs0"):
             self.processes[name].terminate()
             assert self.processes[name].wait(60) == 0, self.logs()
+        _count(self)
         left = [str(path) for node in ("n1", "n2") for path in _shm_of(self.folder, node)]
         assert not left, left
 
@@ -142,14 +142,13 @@ def _shm_of(folder: RunFolder, node: str) -> list[Path]:
     return [path, *path.rglob("*")] if path.exists() else []
 
 
-def restored(folder: RunFolder, train_steps: int) -> QueueState:
+def restored(folder: RunFolder, config: QueueRulesConfig) -> QueueRules:
     """What a controller that started now would know."""
     lines = GenerationalJournal(folder.journal, wire.SERVICE, 1, 10**6).read()
-    data = msgspec.json.decode(next(lines), type=q.QueueData)
-    state = rules(train_steps).new_state(data)
+    state = config.new_state(msgspec.json.decode(next(lines), type=q.QueueData))
     for line in lines:
         state.apply(msgspec.json.decode(line, type=q.AnyEvent))
-    return state
+    return QueueRules(config, state)
 
 
 def _count(world: World) -> None:
@@ -158,20 +157,19 @@ def _count(world: World) -> None:
     for line in (world.folder.path / "trained").read_text().splitlines():
         step, *uids = line.split()
         final[int(step)] = sorted(uids)  # a repeated step replaces what the lost one did
-    queue = TransferQueue(observer_identity(world.folder), grace_s=60)
-    status = queue.status()
-    queue.close()
+    config = rules(world.train_steps)
+    queue = restored(world.folder, config)
+    status, ledger = queue.status(0.0), queue.state.data.ledger
     assert status.done and status.version == world.train_steps and status.in_flight == 0, status
-    data = restored(world.folder, world.train_steps).data
-    assert trained_uids(data.ledger) == final, "the queue and the train step agree"
+    assert trained_uids(ledger) == final, "the queue and the train step agree"
     trained = [key_of(uid) for uids in final.values() for uid in uids]
     assert len(set(trained)) == len(trained) == 4 * world.train_steps, "trained exactly once"
-    waiting = {(t.epoch, t.prompt_index) for t in data.ledger.again}
-    admitted = admitted_prompts(rules(world.train_steps), NUM_PROMPTS, data.ledger.position)
+    waiting = {(t.epoch, t.prompt_index) for t in ledger.again}
+    admitted = admitted_prompts(config, NUM_PROMPTS, ledger.position)
     dropped = {key for key in admitted if is_dropped(*key)} - waiting
     assert set(trained) | waiting | dropped == admitted, "none is lost"
     assert not set(trained) & waiting and not set(trained) & dropped, "none is in two places"
-    assert data.ledger.dropped == status.dropped == ({DROPPED: len(dropped)} if dropped else {})
+    assert ledger.dropped == ({DROPPED: len(dropped)} if dropped else {})
 
 
 @pytest.fixture
@@ -183,21 +181,24 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         shutil.rmtree(run.shm(node), ignore_errors=True)
 
 
-def _num_kills() -> int:
+def _num_breaks() -> int:
     return 24 if os.environ.get("RELAX_TEST_LONG") == "1" else 3
 
 
 def _chaos(
-    folder: RunFolder, seed: int, break_something: Callable[[World, random.Random], None]
+    folder: RunFolder,
+    seed: int,
+    break_something: Callable[[World, random.Random], None],
+    nodes: TwoNodes | None = None,
 ) -> World:
     """Break something at random moments of a run, each time after it made a step again."""
-    num_kills, chance = _num_kills(), random.Random(seed)
-    world = World(folder, train_steps=6 + 2 * num_kills)
+    num_breaks, chance = _num_breaks(), random.Random(seed)
+    world = World(folder, 6 + (2 if nodes is None else 30) * num_breaks, nodes)
     try:
         for name in PLACES:
             world.start(name)
-        for _ in range(num_kills):
-            assert world.wait_for_steps(world.steps() + 1), "the run is over before the last kill"
+        for _ in range(num_breaks):
+            assert world.wait_for_steps(world.steps() + 1), "the run is over before the last break"
             time.sleep(chance.random() * 0.2)
             break_something(world, chance)
         world.finish()
@@ -217,9 +218,7 @@ def _kill_and_restart(*choices: str) -> Callable[[World, random.Random], None]:
             time.sleep(chance.random() * 0.1)
         role, index, _, _ = PLACES[name]
         if role != "dcs" and chance.random() < 0.5:  # the supervisor may tell it first
-            supervisor = TransferQueue(observer_identity(world.folder), grace_s=60)
-            supervisor.release_producer(role, index, world.incarnations[name])
-            supervisor.close()
+            _tell(world, role, index, world.incarnations[name])
         for victim in names:
             world.start(victim)
         world.num_breaks += 1
@@ -242,4 +241,43 @@ def _kill_and_restart(*choices: str) -> Callable[[World, random.Random], None]:
 )
 def test_killed_at_random_moments(folder: RunFolder, victims: tuple[str, ...], seed: int) -> None:
     world = _chaos(folder, seed, _kill_and_restart(*victims))
-    assert world.num_breaks == _num_kills()
+    assert world.num_breaks == _num_breaks()
+
+
+def _tell(world: World, role: str, index: int, incarnation: int) -> None:
+    supervisor = TransferQueue(observer_identity(world.folder), grace_s=60)
+    supervisor.release_producer(role, index, incarnation)
+    supervisor.close()
+
+
+def _lose_node(world: World, chance: random.Random) -> None:
+    """All processes of n2 at once; with the node its memory is gone, mostly."""
+    world.kill("rollout1", "dcs1")
+    is_rebooted = chance.random() < 0.7
+    if is_rebooted:
+        shutil.rmtree(world.folder.shm("n2"), ignore_errors=True)
+    time.sleep(chance.random() * 0.2)
+    world.kill("dcs0")  # the other task of that job step ends with it
+    world.start("dcs0")
+    if chance.random() < 0.5:
+        _tell(world, "rollout", 1, world.incarnations["rollout1"])
+    time.sleep(chance.random() * 0.5)
+    world.start("dcs1")
+    world.start("rollout1")
+
+
+@pytest.mark.timeout(1800)
+def test_a_node_is_lost_with_all_its_processes_and_its_memory(folder: RunFolder) -> None:
+    _chaos(folder, 7, _lose_node)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_the_network_between_two_nodes_is_cut_for_5_s(folder: RunFolder) -> None:
+    def cut(world: World, chance: random.Random) -> None:
+        assert world.nodes is not None
+        with world.nodes.cut(5.0):
+            pass
+
+    with two_nodes() as nodes:
+        _chaos(folder, 8, cut, nodes)

@@ -328,6 +328,51 @@ def test_an_engine_that_was_replaced_in_place_keeps_no_slot() -> None:
     run.run_to_the_end()
 
 
+@pytest.mark.xfail(strict=True, reason="a group that goes on over a rollback keeps lost tokens")
+def test_tokens_of_a_lost_branch_are_never_trained() -> None:
+    """A slow group has tokens of version 2; version 2 is lost, and trained again: other weights."""
+    run = Model(_config(groups_per_step=1, group_size=1, chunks_per_step=1, max_staleness=2), 40)
+    slow, fast = run.engines[:2]
+    _train_steps(run, fast, 1)
+    slow.version = 1
+    run.admit(slow, 1)
+    (uid,) = slow.slots
+    _train_steps(run, fast, 1)
+    run.update(slow, 1)
+    run.restart_train(1, is_told=False)
+    _train_steps(run, fast, 1)
+    run.put(uid, run.block("rollout"), slow.slots.pop(uid), 5)
+    run.run_to_the_end()
+
+
+@pytest.mark.xfail(strict=True, reason="saved tokens of a group that goes on are not looked at")
+def test_saved_tokens_of_a_lost_branch_are_not_given_out_again() -> None:
+    run = Model(_config(groups_per_step=1, group_size=1, chunks_per_step=1, max_staleness=2), 40)
+    slow, fast = run.engines[:2]
+    _train_steps(run, fast, 1)
+    slow.version = 1
+    run.admit(slow, 1)
+    _train_steps(run, fast, 1)
+    run.update(slow, 1)
+    run.save_partial(random.Random(0))
+    run.restart_train(1, is_told=False)
+    run.kill_engine(slow, is_told=True, is_zombie=False)
+    run.admit(fast, 9)
+    grant = run.data.admissions["rollout/1/0"]
+    assert [slot.partial for slot in grant.slots] == [None] * len(grant.slots)
+
+
+def _train_steps(run: Model, engine: Engine, num_steps: int) -> None:
+    """Train with what this engine generates."""
+    last = run.data.version + num_steps
+    while run.data.version < last:
+        engine.version = run.data.version
+        run.admit(engine, 1)
+        for uid in list(engine.slots):
+            run.put(uid, run.block("rollout"), engine.slots.pop(uid), 5)
+        run.train(random.Random(0))
+
+
 # ---------------------------------------------------------------------------------------------
 # Length bias (guarantee 8) and order (guarantee 12)
 # ---------------------------------------------------------------------------------------------
