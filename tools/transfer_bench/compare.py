@@ -1,7 +1,9 @@
 """Rounds of both queues in turns, so that what disturbs the machine disturbs both."""
 
+import contextlib
 import dataclasses
 import statistics
+import tempfile
 from pathlib import Path
 
 from transfer_bench.floors import Floors
@@ -23,49 +25,59 @@ PLANS = {"text": Plan(9, 3), "tensors": Plan(9, 1), "latency": Plan(9, 5)}
 QUICK_PLANS = {"text": Plan(3, 3), "tensors": Plan(3, 1), "latency": Plan(3, 5)}
 
 
+OURS, OURS_IN_MEMORY, THEIRS = "ours", "ours_journal_in_memory", "transferqueue"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """Answers of both queues to one work, round by round."""
+    """Answers of the queues to one work, round by round."""
 
     work: Work
-    ours: list[Answer]
-    theirs: list[Answer]
+    answers: dict[str, list[Answer]]
+    """By queue. In `ours_journal_in_memory` the journal's fsync costs nothing: what is lost then is
+    what a crash of the whole node loses; TransferQueue writes none."""
     copy: list[float]
-    """GB/s of a plain copy into shared memory just before each of our rounds."""
+    """GB/s of a plain copy into shared memory just before each round."""
 
-    def ratio(self, *keys: str) -> float:
-        """How many times faster ours is: median of theirs : median of ours, summed over `keys`."""
-        return median_s(self.theirs, *keys) / median_s(self.ours, *keys)
+    def ratio(self, *keys: str, ours: str = OURS) -> float:
+        """How many times faster we are: median of theirs : median of ours, summed over `keys`."""
+        return self.seconds(THEIRS, *keys) / self.seconds(ours, *keys)
+
+    def seconds(self, queue: str, *keys: str) -> float:
+        """Median over rounds of the sum of `keys`."""
+        return median_s(self.answers[queue], *keys)
 
     @property
     def put_vs_copy(self) -> float:
         """Speed of our put, checksums included, to that of a plain copy."""
         gb = self.work.nbytes / 1e9
-        pairs = zip(self.ours, self.copy, strict=True)
+        pairs = zip(self.answers[OURS], self.copy, strict=True)
         return statistics.median(gb / answer["put_s"] / copy for answer, copy in pairs)
 
 
 def compare(
     name: str, plan: Plan, theirs: Queue, floors: Floors, mark: str, folder: Path
 ) -> Comparison:
-    """Run one work on both queues. The first round of each does not count.
+    """Run one work on the queues in turns. The first round of each does not count.
 
     Raises:
         SideError: a queue failed, or delivered something else than what was put.
     """
-    result = Comparison(make_work(name), [], [], [])
-    wanted = checksum(result.work.samples)
-    ours = OurQueue(name, mark, folder)
-    try:
-        for queue in (ours, theirs):
+    work = make_work(name)
+    wanted = checksum(work.samples)
+    result = Comparison(work, {OURS: [], OURS_IN_MEMORY: [], THEIRS: []}, [])
+    with (
+        tempfile.TemporaryDirectory(prefix="relax-bench-", dir="/dev/shm") as memory,
+        contextlib.closing(OurQueue(name, mark, folder)) as ours,
+        contextlib.closing(OurQueue(name, mark, Path(memory))) as in_memory,
+    ):
+        queues: dict[str, Queue] = {OURS: ours, OURS_IN_MEMORY: in_memory, THEIRS: theirs}
+        for queue in queues.values():
             _ask(queue, name, wanted)
         for _ in range(plan.turns):
-            copy = floors.measure()
-            for queue, answers in ((ours, result.ours), (theirs, result.theirs)):
-                answers += [_ask(queue, name, wanted) for _ in range(plan.burst)]
-            result.copy.extend([copy] * plan.burst)
-    finally:
-        ours.close()
+            result.copy.extend([floors.measure()] * plan.burst)
+            for kind, queue in queues.items():
+                result.answers[kind] += [_ask(queue, name, wanted) for _ in range(plan.burst)]
     return result
 
 

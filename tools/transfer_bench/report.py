@@ -8,7 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from transfer_bench.compare import PLANS, QUICK_PLANS, Comparison, compare, median_s
+from transfer_bench.compare import (
+    OURS,
+    OURS_IN_MEMORY,
+    PLANS,
+    QUICK_PLANS,
+    THEIRS,
+    Comparison,
+    compare,
+    median_s,
+)
 from transfer_bench.environment import ROOT, variables
 from transfer_bench.floors import Floors
 from transfer_bench.network import Network, measure_network
@@ -38,7 +47,7 @@ class Report:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """Ours : TransferQueue's, or : the floor. Larger is better."""
+        """Ours to TransferQueue's, or to the floor: larger is better."""
         works = self.works
         ratios = {
             "ragged_ratio": works["text"].ratio("put_s", "get_s"),
@@ -55,9 +64,7 @@ class Report:
         works = {
             name: {
                 "nbytes": work.work.nbytes,
-                "rounds": len(work.ours),
-                "ours": _medians(work.ours),
-                "transferqueue": _medians(work.theirs),
+                **{queue: _medians(answers) for queue, answers in work.answers.items()},
             }
             for name, work in self.works.items()
         }
@@ -75,7 +82,10 @@ class Report:
 
     def as_table(self) -> str:
         """Lines for people; Markdown."""
-        lines = ["| work | step | ours | TransferQueue | ratio |", "|---|---|---|---|---|"]
+        lines = [
+            "| work | step | ours | ours, journal in memory | TransferQueue | ratio |",
+            "|---|---|---|---|---|---|",
+        ]
         for name in ("text", "tensors"):
             lines += [self._line(name, "put", "put_s"), self._line(name, "get", "get_s")]
             lines += [self._line(name, "put + get", "put_s", "get_s")]
@@ -96,12 +106,12 @@ class Report:
 
     def _line(self, name: str, step: str, *keys: str) -> str:
         work = self.works[name]
-        ours, theirs = (1000 * median_s(answers, *keys) for answers in (work.ours, work.theirs))
-        gb = work.work.nbytes / 1e6
-        return (
-            f"| {name} | {step} | {ours:.2f} ms, {gb / ours:.2f} GB/s "
-            f"| {theirs:.1f} ms, {gb / theirs:.2f} GB/s | {theirs / ours:.1f} |"
-        )
+        ratios = "/".join(f"{work.ratio(*keys, ours=ours):.1f}" for ours in (OURS, OURS_IN_MEMORY))
+        times = []
+        for queue in (OURS, OURS_IN_MEMORY, THEIRS):
+            seconds = work.seconds(queue, *keys)
+            times.append(f"{1000 * seconds:.2f} ms, {work.work.nbytes / seconds / 1e9:.2f} GB/s")
+        return f"| {' | '.join([name, step, *times, ratios])} |"
 
 
 def measure(mark: str, folder: Path, *, is_quick: bool) -> Report:

@@ -40,10 +40,11 @@ class Side:
     ) -> None:
         self._name = name
         self._log = log
+        # Not a session of its own: Linux would give each session an equal share of the cores.
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                env=dict(environment), start_new_session=True,
+                env=dict(environment), process_group=0,
             )  # fmt: skip
         self._pending = b""
 
