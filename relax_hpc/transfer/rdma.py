@@ -45,6 +45,7 @@ _ALIGN = 64
 _MAX_BATCH_BYTES = 64 << 20
 _MAX_BATCH_BLOCKS = 1024
 _STALL_S = 20.0
+"""A transfer that takes longer, plus a second for each 50 MB, is left to TCP before its deadline."""
 _SLOWEST_BYTES_PER_S = 50e6
 _GRACE_S = 10.0
 """After a broken connection: adapters may still be flushing what was under way."""
@@ -66,20 +67,28 @@ _kept_for_ever: list[object] = []
 # ---------------------------------------------------------------------------------------------
 
 
-def is_wanted(use: RdmaUse) -> tuple[bool, str]:
-    """Say whether payload of other nodes is to be read by RDMA, and why not.
-
-    Raises:
-        TransferError: it is forced (transfer.rdma = "force") and does not work here.
-    """
+def is_asked_for(use: RdmaUse) -> tuple[bool, str]:
+    """Say whether the recipe and the hardware ask for RDMA, and why not; loads nothing."""
     if use is RdmaUse.OFF:
         return False, "transfer.rdma is off"
     if use is RdmaUse.AUTO and not rdma_devices():
         return False, "no RDMA hardware here (/sys/class/infiniband is empty)"
-    works, why = is_available()
+    return True, ""
+
+
+def is_wanted(use: RdmaUse) -> tuple[bool, str]:
+    """Say whether this process is to read payload of other nodes by RDMA, and why not.
+
+    Raises:
+        TransferError: it is forced (transfer.rdma = "force") and does not work here.
+    """
+    is_asked, why_not = is_asked_for(use)
+    if not is_asked:
+        return False, why_not
+    works, why_not = is_available()
     if use is RdmaUse.FORCE and not works:
-        raise TransferError(f'transfer.rdma = "force", but on this node {why}')
-    return works, why
+        raise TransferError(f'transfer.rdma = "force", but on this node {why_not}')
+    return works, why_not
 
 
 @functools.cache
@@ -131,6 +140,7 @@ class _Peer:
 
     agent: str
     extents: dict[str, tuple[int, int]]
+    is_complete: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,8 +163,6 @@ class NixlSource:
 
     Args:
         access: tells how to read a node.
-        stall_s: a transfer that takes longer than this, plus a second for each 50 MB, is given up
-            for TCP although its deadline is later.
 
     Raises:
         TransferError: NIXL does not work here (ask `is_wanted` before).
@@ -162,8 +170,8 @@ class NixlSource:
 
     name = "nixl"
 
-    def __init__(self, access: Access, *, stall_s: float = _STALL_S) -> None:
-        self._access, self._stall_s = access, stall_s
+    def __init__(self, access: Access) -> None:
+        self._access = access
         host = socket.gethostname()
         self._agent = NixlAgent(f"reader-{host}-{os.getpid()}-{secrets.token_hex(4)}")
         self._lock = threading.Lock()
@@ -279,7 +287,7 @@ class NixlSource:
     ) -> None:
         """Copy pieces of the peer's memory into the buffer; raises if it did not all come."""
         begin, nbytes = time.monotonic(), sum(piece[1] for piece in pieces[0])
-        stall_at = begin + self._stall_s + nbytes / _SLOWEST_BYTES_PER_S
+        stall_at = begin + _STALL_S + nbytes / _SLOWEST_BYTES_PER_S
         try:
             transfer = self._agent.post_read(peer.agent, *pieces)
         except TransferError as err:
@@ -315,8 +323,8 @@ class NixlSource:
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             peer = self._ask(node, deadline)
             missing = sorted(set(names).difference(peer.extents))
-        if peer is None or missing:
-            # Removed, or only not registered (the limit of locked memory): the node's TCP knows.
+        if peer is None or (missing and not peer.is_complete):
+            # Perhaps only not registered (the limit of locked memory, a helper that hangs).
             raise TransferError(f"node {node}: NIXL does not reach extents {', '.join(missing)}")
         return peer
 
@@ -328,7 +336,7 @@ class NixlSource:
             told = msgspec.msgpack.decode(access.nixl_metadata, type=NixlAccess)
         except msgspec.DecodeError as err:
             raise TransferError(f"node {node}: NIXL metadata cannot be read: {err}") from err
-        peer = _Peer(self._agent.learn(told.metadata), told.extents)
+        peer = _Peer(self._agent.learn(told.metadata), told.extents, told.is_complete)
         with self._lock:
             self._peers[node] = peer
         return peer
@@ -390,6 +398,11 @@ def _problem(ref: BlockRef, peer: _Peer) -> RelaxError | None:
     name = f"block {ref.extent}+{ref.offset} of node {ref.node}"
     if ref.tier != "shm":
         return TransferError(f"{name} is on disk: NIXL reads shared memory only")
+    if ref.extent not in peer.extents:
+        return StaleEpochError(
+            f"{name}: its node has no such extent: its producer is dead and nothing referenced it, "
+            "or the node was cleaned"
+        )
     size = peer.extents[ref.extent][1]
     if ref.offset < STAMP_BYTES or ref.nbytes < PREFIX_BYTES or ref.offset + ref.nbytes > size:
         return TransferError(f"{name}: {ref.nbytes} bytes are not inside the extent of {size}")

@@ -59,6 +59,8 @@ class NixlAccess(msgspec.Struct, frozen=True, array_like=True):
     """Of NIXL: where the agent is, and keys of its memory."""
     extents: dict[str, tuple[int, int]]
     """Address in the helper and size of each extent."""
+    is_complete: bool = True
+    """No other extents exist. False: some are not registered, or this is an old answer."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -171,9 +173,12 @@ class _Helper:
                 if time.monotonic() - self._asked_at > _LOST_S:
                     raise TransferError(f"no answer of pid {self.process.pid} in {_LOST_S:.0f} s")
                 return self._last
-            self._last, self._asked_at = self._take_answer(), None
+            answer, self._asked_at = self._take_answer(), None
+            told = msgspec.msgpack.decode(answer, type=NixlAccess)
+            old = msgspec.structs.replace(told, is_complete=False)
+            self._last = msgspec.msgpack.encode(old)
             if is_new:
-                return self._last
+                return answer
             is_new = True  # that was the answer to an older question
 
     def _take_answer(self) -> bytes:
@@ -218,6 +223,7 @@ class _Registered:
     def __init__(self, agent: NixlAgent, folder: Path) -> None:
         self._agent, self._folder = agent, folder
         self._known: dict[str, tuple[int, int, Any]] = {}
+        self._is_complete = True
 
     def look(self) -> None:
         """Register what appeared, and let go of what is no longer there."""
@@ -227,16 +233,18 @@ class _Registered:
             self._agent.deregister(registration)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
             _map(address, nbytes, mmap.PROT_READ, flags, -1)
+        self._is_complete = True
         for name in there.keys() - self._known.keys():
             try:
                 self._add(name, there[name])
             except (OSError, TransferError) as err:  # gone again, or the limit of locked memory
+                self._is_complete = False
                 _log.warning("extent is not registered %s", kv(extent=name, note=str(err)))
 
     def access(self) -> NixlAccess:
         """Describe what is registered."""
         places = {name: (entry[0], entry[1]) for name, entry in self._known.items()}
-        return NixlAccess(self._agent.metadata(), places)
+        return NixlAccess(self._agent.metadata(), places, self._is_complete)
 
     def _add(self, name: str, path: Path) -> None:
         # Writable, though nobody here writes: UCX registers for all kinds of access, and an adapter
