@@ -187,7 +187,7 @@ class NodeAgent:
         Raises:
             TransferError: it does not start, and is forced.
         """
-        wanted, why = rdma.is_wanted(self._config.rdma)
+        wanted, why = rdma.is_asked_for(self._config.rdma)
         if not wanted:
             logger.info("no rdma %s", kv(node=self._identity.node, reason=why))
             return

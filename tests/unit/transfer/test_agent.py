@@ -18,6 +18,7 @@ from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient, RpcServer
 from relax_hpc.errors import ArenaFullError, StaleIncarnationError, TransferError
 from relax_hpc.runfolder import RunFolder
+from relax_hpc.transfer import agent as agent_module
 from relax_hpc.transfer import leftovers, node_memory, wire
 from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.arena import Arena, ArenaLimits, RpcGate
@@ -272,13 +273,19 @@ def test_spill_segments_of_the_dead_are_swept_with_their_index(
 
 
 def test_a_refused_reservation_calls_for_a_sweep(
-    controller: _Controller, start_agent: StartAgent, make_arena, folder, arenas: Path
+    controller: _Controller, who: Who, make_arena, arenas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead producer holds the node's memory; its successor gets it without waiting long."""
-    start_agent(config=TransferConfig(node_shm_mb=3))
-    _wait_until(lambda: arenas.exists())
+    monkeypatch.setattr(agent_module, "_SWEEP_S", 3600.0)
+    agent = NodeAgent(who("dcs"), TransferConfig(node_shm_mb=3))
+    swept: list[int] = []
+    sweep = agent.sweep
+    monkeypatch.setattr(agent, "sweep", lambda client: swept.append(sweep(client)))
+    agent.start()
+    _wait_until(lambda: len(swept) > 0)
     make_extent(arenas, ReserveExtent("rollout0.0-1.1-00000bad.1", DEAD, 2 * MB))
     assert make_arena().put(fields(1, 40_000), timeout_s=60).nbytes > MB
+    agent.close(remove=True)
 
 
 def test_a_new_attempt_cleans_and_an_old_one_is_refused(
