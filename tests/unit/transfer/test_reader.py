@@ -24,7 +24,7 @@ from relax_hpc.transfer.block import Entry, plan_block, write_block
 from relax_hpc.transfer.extent import spill_folder, stamp_of
 from relax_hpc.transfer.owner import Owner
 from relax_hpc.transfer.rdma_server import NixlServer
-from relax_hpc.transfer.reader import Reader
+from relax_hpc.transfer.reader import AccessBook, Reader
 from relax_hpc.transfer.spill import SpillLimits, SpillWriter
 from relax_hpc.transfer.tcp_server import DataServer
 from relax_hpc.transfer.wire import BlockRef, DataAccess
@@ -78,8 +78,12 @@ def reader(who: Who) -> Iterator[Make]:
         server.start()
         servers.append(server)
 
+        book = AccessBook(identity)
+
         def access(node: str, deadline: float, refresh: bool) -> DataAccess:
-            return DataAccess("127.0.0.1", 1, *server.access())  # no TCP to fall back to
+            name, metadata = server.access()
+            tcp = book(node, deadline, refresh)  # where RDMA does not get through
+            return msgspec.structs.replace(tcp, nixl_agent=name, nixl_metadata=metadata)
 
         config = dataclasses.replace(config, rdma=RdmaUse.FORCE)
         readers.append(Reader(identity, config, access))
