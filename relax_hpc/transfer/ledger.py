@@ -16,6 +16,11 @@ import numpy as np
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer.wire import BlockRef
 
+LIFE = 1000
+"""Where the uids of a lost branch are not known, those of the next one begin at a multiple as K."""
+LIVES = 100
+"""Lives of one attempt, at most: each begins with a restore from a checkpoint."""
+
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One dispatch of one prompt."""

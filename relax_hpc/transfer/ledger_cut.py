@@ -9,13 +9,11 @@ import msgspec
 import xxhash
 
 from relax_hpc.errors import TransferError
-from relax_hpc.transfer.ledger import Ledger, LedgerData
+from relax_hpc.transfer.ledger import LIFE, Ledger, LedgerData
 from relax_hpc.transfer.queue_data import QueueData
 from relax_hpc.transfer.wire import LedgerCut
 
 _FORMAT = 1
-_LIFE = 1000
-"""The uids of a lost branch are not known: those of the next one begin at K = 1000, 2000, ..."""
 
 
 class _Content(msgspec.Struct):
@@ -78,7 +76,7 @@ def restored_ledger(cut: LedgerCut, step: int, known: LedgerData) -> LedgerData:
             opened, and that was not allowed.
     """
     data = ledger_of(cut, step)
-    data.first_k = max(data.first_k, known.first_k) + _LIFE
+    data.first_k = max(data.first_k, known.first_k) + LIFE
     data.again = [ticket.at_least(data.first_k) for ticket in data.again]
     data.partials = {}
     if known.num_prompts == 0:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import queue_data as q
-from relax_hpc.transfer.ledger import Ledger, Partial, Ticket
+from relax_hpc.transfer.ledger import LIFE, LIVES, Ledger, Partial, Ticket
 from relax_hpc.transfer.queue_blocks import BlockIndex
 from relax_hpc.transfer.queue_histograms import count_ended, count_generated, count_trained
 from relax_hpc.transfer.samplers import Window
@@ -99,6 +99,8 @@ class QueueState:
         data = self.data
         self._end_groups(list(data.groups), "attempt")
         self._discard_partials(lambda partial: partial.block.tier == "shm")
+        if event.attempt > 1 and not data.ledger.num_prompts:  # no journal: what uids were there?
+            data.ledger.first_k = event.attempt * LIVES * LIFE
         data.attempt, data.train_incarnation = event.attempt, 0
         data.chunks, data.num_assigned = [], 0
         data.admissions, data.takes, data.eval_claims = {}, {}, {}
