@@ -10,9 +10,10 @@
     /fields/NAME/shapes   [N, D] shape of each sample's value, only where D > 1
 
 Single writer, multiple readers (SWMR): HDF5 orders its own writes so that a reader finds a
-consistent file at any moment, also when the writer was killed. Such a file keeps a mark "open for
-writing" (h5py issue 1807), on which a plain open fails; `h5py.File(path, "r", swmr=True)` reads it
-as it is, and `mend` rewrites it as a closed one. What lies beyond `num_groups` is a torn tail.
+consistent file at any moment, also when the writer was killed: `h5py.File(path, "r", swmr=True)`.
+What lies beyond `num_groups` is a torn tail. Plain opens (h5dump) work as well, since the writer
+takes off HDF5's mark "open for writing" after each batch (archive_mark.py); a kill inside a batch
+may leave it, until the engine's next start rewrites the file as a closed one (`mend`).
 
 h5py is imported where it is used: commands of a login node never load it. A failing write (disk
 full) leaves the HDF5 library in a state in which it may crash: only the archive's own process
@@ -30,6 +31,7 @@ import numpy as np
 
 from relax_hpc.errors import TransferError
 from relax_hpc.records import FinishReason, PromptSlot, Sample
+from relax_hpc.transfer.archive_mark import clear_mark
 
 FORMAT = "relax_hpc trajectories"
 FORMAT_VERSION = 1
@@ -37,9 +39,6 @@ SUFFIX = ".h5"
 TEMPORARY = ".tmp-"
 # Superblock of HDF5 1.10 on: the oldest that knows SWMR, so that the tools of old sites read it.
 _LIBVER = ("v110", "v110")
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_FLAGS_AT = 11
-"""Consistency flags in a superblock of version 3 (HDF5 file format specification, II.A)."""
 _UID_BYTES = 64
 """EPOCH.INDEX.K of three 64-bit numbers fits."""
 _GROUP = np.dtype(
@@ -158,6 +157,7 @@ class StepFile:
         self._fields: dict[str, dict[str, Any]] = {}
         self._ends: dict[str, int] = {}
         self._is_live = is_live
+        self._descriptor = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
 
     @property
     def num_groups(self) -> int:
@@ -182,15 +182,16 @@ class StepFile:
         self._ends.update((name, column.end) for name, column in columns.items())
         self._count[0] = self._num_groups  # only now are they there
         self._file.flush()
+        if self._is_live:
+            clear_mark(self._descriptor)
 
     def close(self) -> None:
         """Close and sync: from now on any HDF5 tool opens it."""
         self._file.close()
-        path = self._temporary if self._temporary.exists() else self.path
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        if path != self.path:
-            path.replace(self.path)
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        if self._temporary.exists():
+            self._temporary.replace(self.path)
 
     def _lay_out(self, columns: Mapping[str, "_Column"]) -> None:
         """Make all data sets: a live file cannot get new ones."""
@@ -453,13 +454,6 @@ def _read_field(name: str, field: Any, begin: int, fields: list[dict[str, Any]])
 # ---------------------------------------------------------------------------------------------
 # Files of writers that were killed
 # ---------------------------------------------------------------------------------------------
-
-
-def is_marked_open(path: Path) -> bool:
-    """Whether a writer has the file open, or was killed while it had: plain opens fail then."""
-    with path.open("rb") as file:
-        start = file.read(_FLAGS_AT + 1)
-    return start.startswith(_SIGNATURE) and start[8] == 3 and start[_FLAGS_AT] != 0
 
 
 def mend(path: Path) -> int:

@@ -30,11 +30,11 @@ from relax_hpc.transfer.archive_file import (
     SUFFIX,
     FinishedGroup,
     StepFile,
-    is_marked_open,
     mend,
     schema_of,
     versions_of,
 )
+from relax_hpc.transfer.archive_mark import is_marked_open
 from relax_hpc.transfer.block import Entry, open_block, plan_block, write_block
 from relax_hpc.transfer.wire import BlockRef
 

@@ -28,7 +28,8 @@ from relax_hpc.transfer.archive import (
     read_archive,
     read_trained,
 )
-from relax_hpc.transfer.archive_file import FinishedGroup, StepReader, is_marked_open, mend
+from relax_hpc.transfer.archive_file import FinishedGroup, StepReader, mend
+from relax_hpc.transfer.archive_mark import is_marked_open
 from relax_hpc.transfer.archive_process import Settings, encode_batch
 
 from .archive_process import is_equal, make_samples, make_slot
@@ -178,7 +179,9 @@ def test_files_are_one_per_step_and_start_and_old_ones_close(tmp_path: Path) -> 
     assert names == [f"step_00000{v}/rollout-0-1.1.h5" for v in range(5)] + [
         "step_000004/rollout-0-1.2.h5"
     ]
-    assert not is_marked_open(files[0]) and is_marked_open(files[-1])
+    opened = [p.resolve().name for p in Path(f"/proc/{child_of(first).pid}/fd").iterdir()]
+    assert len({name for name in opened if name.endswith(".h5")}) <= 1, "one name, three steps"
+    assert sum(name.endswith(".h5") for name in opened) == 2 * 3, "HDF5's and ours of three files"
     first.close()
     second.close()
     assert [g.slot.prompt_index for g in list_groups(made_folder(tmp_path))] == [
@@ -221,6 +224,22 @@ def test_a_reader_follows_a_live_file_with_plain_h5py(tmp_path: Path) -> None:
             assert count[0] == k + 1
             begin, end = spans[4 * k]
             assert np.array_equal(values[begin:end], make_samples(k)[0].fields["tokens"])
+    made.close()
+
+
+def test_plain_opens_work_while_it_is_written(tmp_path: Path) -> None:
+    """As h5dump does it, which knows no SWMR."""
+    made = archive(tmp_path)
+    for k in range(10):
+        made.offer(make_slot(k), make_samples(k))
+        made.flush(WAIT_S)
+        [path] = archive_files(made_folder(tmp_path))
+        assert not is_marked_open(path)
+        with h5py.File(path) as file:
+            begin, end = file["fields/tokens/spans"][4 * k]
+            assert file["num_groups"][0] == k + 1
+            expected = make_samples(k)[0].fields["tokens"]
+            assert np.array_equal(file["fields/tokens/values"][begin:end], expected)
     made.close()
 
 
@@ -308,8 +327,9 @@ def _kill_in_mid_write(folder: Path, seed: int) -> int:
 def _check_killed(folder: Path, num_acknowledged: int) -> None:
     """With h5py alone, then with ours, then mended and with a plain open."""
     [path] = archive_files(folder)
-    with pytest.raises(OSError, match="file is already open for write"):  # h5py issue 1807
-        h5py.File(path, "r")
+    if is_marked_open(path):  # killed inside a batch
+        with pytest.raises(OSError, match="file is already open for write"):
+            h5py.File(path, "r")
     with h5py.File(path, "r", swmr=True) as file:
         num_groups = int(file["num_groups"][0])
         assert num_groups >= num_acknowledged > 0
@@ -426,9 +446,31 @@ def test_after_a_kill_of_the_producer_its_writer_ends_in_order(tmp_path: Path) -
         assert is_equal(samples, make_samples(k, k // 40, 3000))
 
 
+_DIE_MARKED = """
+import os, pathlib, signal, sys
+sys.path[:0] = [sys.argv[2]]
+from relax_hpc.transfer import archive_file
+from tests.unit.transfer.archive_process import die
+archive_file.clear_mark = lambda descriptor: False
+die(pathlib.Path(sys.argv[1]), 20)
+"""
+
+
+def _leave_marked_file(path: Path) -> None:
+    """5 groups and the mark, as a kill in the middle of a batch may leave them."""
+    path.parent.mkdir(parents=True)
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run([sys.executable, "-c", _DIE_MARKED, str(path), root], check=False)
+    assert done.returncode == -signal.SIGKILL and is_marked_open(path)
+
+
 def test_the_next_start_mends_what_a_killed_one_left(tmp_path: Path) -> None:
-    num_acknowledged = _kill_in_mid_write(tmp_path / "trajectories", 11)
-    [path] = archive_files(made_folder(tmp_path))
+    path = made_folder(tmp_path) / "step_000000" / "rollout-0-1.1.h5"
+    _leave_marked_file(path)
+    with pytest.raises(OSError, match="file is already open for write"):  # h5py issue 1807
+        h5py.File(path)
+    with h5py.File(path, "r", swmr=True) as file:
+        assert file["num_groups"][0] == 5
     (path.parent / ".tmp-1-rollout-0-1.1-2.h5").write_bytes(b"half")
     (path.parent / "rollout-10-1.1.h5").write_bytes(path.read_bytes())  # another engine's: alive?
     made = archive(tmp_path, incarnation=2)
@@ -438,8 +480,9 @@ def test_the_next_start_mends_what_a_killed_one_left(tmp_path: Path) -> None:
         "rollout-0-1.1.h5", "rollout-0-1.2.h5", "rollout-10-1.1.h5",
     ]  # fmt: skip
     with h5py.File(path) as file:
-        assert file["num_groups"][0] >= num_acknowledged
+        assert file["num_groups"][0] == 5
     assert is_marked_open(path.with_name("rollout-10-1.1.h5"))
+    check(made_folder(tmp_path), [*range(5), 10_000])
 
 
 # -- bounds and failures ---------------------------------------------------------------------------
