@@ -101,6 +101,8 @@ class NodeAgent:
         if remove:
             shutil.rmtree(self._folder, ignore_errors=True)
             logger.info("removed %s", kv(folder=self._folder))
+            if not any(segments(self._spill)):  # else a resumed run may want what was spilled
+                shutil.rmtree(self._spill, ignore_errors=True)
 
     def _spawn(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

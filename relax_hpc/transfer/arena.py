@@ -113,6 +113,9 @@ class AgentGate(Protocol):
     def reserve_extent(self, request: ReserveExtent, timeout_s: float) -> None:
         """Make the extent. Raises ArenaFullError when the node has no room."""
 
+    def close(self) -> None:
+        """Nothing more will be asked for."""
+
 
 class RpcGate:
     """The agent of this node, over the control plane."""
@@ -127,6 +130,10 @@ class RpcGate:
         why = f"{request.nbytes} bytes of shared memory"
         self._client.call("reserve_extent", request, Empty, timeout_s=timeout_s, why=why)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
 
 class LocalGate:
     """Makes extents itself: for tests and measurements without an agent."""
@@ -138,6 +145,9 @@ class LocalGate:
     def reserve_extent(self, request: ReserveExtent, timeout_s: float) -> None:
         """Make the extent in this process."""
         make_extent(self.folder, request)
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class Spill(Protocol):
@@ -344,6 +354,7 @@ class Arena:
             self._is_closed = True
             self._changed.notify_all()
         self._grower.join(timeout=5.0)  # a daemon: it may wait for an agent that is gone
+        self._agent.close()
 
     # -- writing ------------------------------------------------------------------------------
 

@@ -115,17 +115,16 @@ def test_a_node_gives_no_more_than_its_share(
 ) -> None:
     """Over all producers of the node, those of an agent before it included."""
     first = start_agent(config=TransferConfig(node_shm_mb=3))
-    one, other = make_arena(), make_arena(index=1)
-    one.put_many([fields(1, 40_000)], timeout_s=60)  # 2 MB: its extent has its own size
+    make_arena().put(fields(1, 60_000), timeout_s=60)  # 2 MB: its extent has its own size
     with pytest.raises(ArenaFullError) as caught:
-        other.put_many([fields(1, 40_000)], timeout_s=0.5)
+        make_arena(index=1).put(fields(1, 60_000), timeout_s=0.5)
     message = str(caught.value)
     assert "node n1 has no room for extent rollout1.0-1.1-" in message
     assert "of 3145728 bytes (transfer.node_shm_mb" in message and "relax-hpc doctor" in message
     first.close(remove=False)
     start_agent(who("dcs", incarnation=2), TransferConfig(node_shm_mb=3))
     with pytest.raises(ArenaFullError):
-        make_arena(index=2).put_many([fields(1, 40_000)], timeout_s=0.5)
+        make_arena(index=2).put(fields(1, 60_000), timeout_s=0.5)
     assert sum(path.stat().st_size for path in extents(arenas)) <= 3 * MB
 
 

@@ -30,8 +30,10 @@ from relax_hpc.transfer.extent import (
     make_extent,
     map_extent,
     read_owner,
+    segments,
 )
 from relax_hpc.transfer.owner import Owner
+from relax_hpc.transfer.spill import SpillLimits, SpillWriter, read_spilled
 from relax_hpc.transfer.wire import BlockRef
 
 from .arena_process import MB, PHASES, fields, owner
@@ -381,6 +383,26 @@ def test_blocks_spill_when_the_arena_stays_full(make) -> None:
     assert arena.put(_blob(900_000), timeout_s=20).tier == "shm"
     assert arena.stats().ignored_frees == 0
     assert arena._spill.stamp[:8] == b"RLXEXT1\n"
+
+
+def test_spilled_blocks_are_read_and_freed_like_the_others(make, folder: Path) -> None:
+    """With the real spill: on disk with the arena's stamp, gone when all of it is free."""
+    disk = folder / "disk"
+
+    def make_spill(name: str, stamp: bytes) -> SpillWriter:
+        return SpillWriter(disk, "local", name, SpillLimits(max_bytes=64 * MB), stamp)
+
+    limits = ArenaLimits(extent_bytes=MB, max_bytes=2 * MB, low_water=MB // 4, spill_after_s=0.05)
+    arena = make(limits, make_spill=make_spill)
+    refs = [arena.put(fields(number, 20_000), timeout_s=20) for number in range(6)]
+    spilled = [ref for ref in refs if ref.tier == "spill"]
+    assert len(spilled) == 4 and [read_owner(path) for path in segments(disk)] == [owner()]
+    for number, ref in enumerate(refs):
+        view = ExtentMap(folder).view(ref, "t") if ref.tier == "shm" else read_spilled(disk, ref)
+        assert (_open(view, ref)[f"0.{number}.0", 3]["tokens"] == number).all()
+    arena.free(_places(refs))
+    assert not list(segments(disk)) or arena.stats().ignored_frees == 0
+    assert arena.stats().used == 0 and arena.stats().spilled_bytes == 4 * refs[0].nbytes
 
 
 # ---------------------------------------------------------------------------------------------
