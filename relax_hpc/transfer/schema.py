@@ -7,6 +7,7 @@ must be finite; that is looked at while the column is copied, and so is the span
 
 import dataclasses
 import enum
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -45,7 +46,7 @@ class Column:
     length: Length
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class RowSchema:
     """Required columns of one kind of rows."""
 
@@ -91,7 +92,7 @@ class RowSchema:
         result.add_block(keys, columns, first)
         return result
 
-    @property
+    @functools.cached_property
     def _bytes_per_token(self) -> int | None:
         """Size of a row's payload by its tokens; None: it has other columns that may be large."""
         lengths = {column.length for column in self.columns.values()}
@@ -125,7 +126,7 @@ class RowSchema:
                 _check_sizes(name, values[name], sizes if is_tokens else responses)
         return sizes, values
 
-    @property
+    @functools.cached_property
     def checks(self) -> dict[str, Check]:
         """What looks at the columns of a block while they are copied."""
         floats = (n for n, column in self.columns.items() if column.dtype.kind == "f")
