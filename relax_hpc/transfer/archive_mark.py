@@ -50,7 +50,7 @@ def _flags(block: bytes) -> int:
 def _lookup3(data: bytes) -> int:
     """Bob Jenkins' hash of 44 bytes, the checksum of all HDF5 metadata."""
     a = b = c = (0xDEADBEEF + len(data)) & _MASK
-    *words, last = struct.iter_unpack("<3I", data.ljust(48, b"\0"))
+    *words, last = _triples(data)
     for word in words:
         a, b, c = (a + word[0]) & _MASK, (b + word[1]) & _MASK, (c + word[2]) & _MASK
         for turn in ((4, 6), (8, 16), (19, 4)):
@@ -62,6 +62,10 @@ def _lookup3(data: bytes) -> int:
         c = ((c ^ b) - _rotate(b, turns)) & _MASK
         a, b, c = b, c, a
     return b
+
+
+def _triples(data: bytes) -> list[tuple[int, int, int]]:
+    return list(struct.iter_unpack("<3I", data.ljust(48, b"\0")))
 
 
 def _mix(a: int, b: int, c: int, turns: int) -> tuple[int, int, int]:

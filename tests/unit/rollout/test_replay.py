@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.errors import StaleIncarnationError, TransferError
 from relax_hpc.records import FinishReason, PromptSlot, Row, Sample
-from relax_hpc.rollout.replay import ReplayParts, plan_replay, replay
+from relax_hpc.rollout.replay import ReplayParts, _Feeder, plan_replay, replay
 from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.agent import NodeAgent
@@ -348,3 +349,63 @@ def test_an_archive_of_another_shape_is_refused(
         plan_replay(make_config(groups_per_step=12, train_steps=2), folder)
     with pytest.raises(TransferError, match=r"holds 0 groups.* need 24"):
         plan_replay(make_config(), tmp_path / "nothing")
+
+
+class StubQueue:
+    """A queue at one version that has lost groups and grants what it is told to."""
+
+    def __init__(self, version: int, in_queue: int, slots: list[PromptSlot]) -> None:
+        self.version, self.in_queue, self.slots = version, in_queue, slots
+        self.put: list[str] = []
+        self.returned: list[str] = []
+        self.asked: list[int] = []
+
+    def status(self) -> Any:
+        return SimpleNamespace(
+            version=self.version, done=False, waiting=0, ready=self.in_queue, assigned=0
+        )
+
+    def admit(self, engine_version: int, max_groups: int, timeout_s: float) -> Any:
+        self.asked.append(engine_version)
+        slots, self.slots = self.slots[:max_groups], self.slots[max_groups:]
+        return SimpleNamespace(slots=slots, done=False)
+
+    def put_group(self, slot: PromptSlot, samples: list[Sample]) -> bool:
+        self.put.append(slot.uid)
+        self.in_queue += 1
+        return True
+
+    def return_group(self, slot: PromptSlot, reason: str) -> None:
+        self.returned.append(slot.uid)
+
+
+def test_a_lost_group_that_became_too_old_ends_the_replay(tmp_path: Path) -> None:
+    config = make_config(max_staleness=1)
+    who = Identity(run=RunFolder(tmp_path), role="rollout", node="n1")
+    archive = GroupArchive(tmp_path / "trajectories", who, min_free_bytes=0)
+    for number in range(24):  # group n is trained in step n // 4, on tokens of the version before
+        slot = _slot(f"0.{number}.0", number // 4)
+        version = max(number // 4 - 1, 0)
+        archive.offer(slot, make_samples(slot, (version, version)))
+    archive.close()
+    slots = [_slot(f"0.{k}.0", max(k // 4, 1)) for k in range(12)]
+    queue = StubQueue(0, 0, slots)
+    parts = ReplayParts(queue=queue, progress=Progress(), metrics=Progress())
+    feeder = _Feeder(config, parts, plan_replay(config, tmp_path / "trajectories").groups)
+    feeder._feed_some(queue.status())
+    feeder._feed_some(queue.status())
+    queue.version, queue.in_queue = 1, 4
+    feeder._feed_some(queue.status())
+    assert queue.put == [f"0.{k}.0" for k in range(12)]
+    # Step 1 is trained; back to step 1, where groups of step 2 are taken instead of its own.
+    queue.version, queue.in_queue = 2, 0
+    queue.slots = [_slot(f"0.{k}.1", 2) for k in range(4, 8)]
+    feeder._feed_some(queue.status())
+    assert queue.put[12:] == [] and queue.returned == [f"0.{k}.1" for k in range(4, 8)]
+    with pytest.raises(TransferError, match=r"rolled back to step 2 .* 4 groups, .* 0\.4\.0 "):
+        feeder._feed_some(queue.status())
+
+
+def _slot(uid: str, deadline_version: int) -> PromptSlot:
+    index = int(uid.split(".")[1])
+    return PromptSlot(uid=uid, prompt_index=index, epoch=0, deadline_version=deadline_version)
