@@ -13,7 +13,7 @@ from relax_hpc.runfolder import create_run_folder
 from transfer_bench.environment import transferqueue_python, variables
 from transfer_bench.side import Answer, Side
 
-_ARMED_S = 0.05
+_ARMED_S = 0.005
 """A consumer that was asked to wait does so after this time."""
 
 
