@@ -255,6 +255,8 @@ class Arena:
         self._high_water = 0
         self._blocked_s = 0.0
         self._spilled_bytes = 0
+        self._is_stuck = False
+        """A put went to the spill, and nothing became free since: the next ones do not wait."""
         self._ignored_frees = 0
         self._grower = threading.Thread(target=self._grow, name="arena-grow", daemon=True)
         self._grower.start()
@@ -309,6 +311,7 @@ class Arena:
                 # Only the spill is full: wait for either.
                 if not isinstance(err, ArenaFullError) or time.monotonic() >= deadline:
                     raise
+                self._is_stuck = False  # not at once, but after a while
 
     def free(self, blocks: Sequence[Place]) -> None:
         """Recycle blocks that nobody will read again: (extent, offset, epoch).
@@ -327,6 +330,7 @@ class Arena:
                 mark_free(block.extent.view, offset)
                 block.extent.release(offset, block.nbytes)
                 self._used -= block.nbytes
+                self._is_stuck = False
             spilled = [b for b in others if b[0].startswith(f"{self.name}.s")]
             self._ignored_frees += len(others) - len(spilled)
             if self._waiting:
@@ -414,7 +418,8 @@ class Arena:
 
     def _wait_for_room(self, me: _Waiter, deadline: float) -> list[_Block | None]:
         begin = time.monotonic()
-        spill_at = min(begin + self._limits.spill_after_s, deadline)
+        patience_s = 0.0 if self._is_stuck else self._limits.spill_after_s
+        spill_at = min(begin + patience_s, deadline)
         self._waiting.append(me)
         self._changed.notify_all()  # the grower
         try:
@@ -425,6 +430,7 @@ class Arena:
                         return blocks
                 now = time.monotonic()
                 if self._spill is not None and now >= spill_at:
+                    self._is_stuck = True
                     return [self._try(size) for size in me.sizes]
                 if now >= deadline or self._is_closed:
                     raise self._full(me.sizes, now - begin)

@@ -1,5 +1,7 @@
 """The arena: recycled memory, waiting for room, killed writers, stopped readers, a full tmpfs."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -351,11 +353,12 @@ class _Spill:
     """Keeps images in a dictionary; full beyond `limit` blocks."""
 
     def __init__(self, arena: str, stamp: bytes) -> None:
-        self.arena, self.stamp, self.limit = arena, stamp, 2
+        self.arena, self.stamp, self.limit, self.num_refused = arena, stamp, 2, 0
         self.images: dict[tuple[int, int], bytes] = {}
 
     def append(self, image: memoryview, *, epoch: int, digest: int) -> BlockRef:
         if len(self.images) >= self.limit:
+            self.num_refused += 1
             raise ArenaFullError("the spill is full")
         offset = 4096 * (epoch + 1)
         self.images[offset, epoch] = bytes(image)
@@ -375,14 +378,45 @@ def test_blocks_spill_when_the_arena_stays_full(make) -> None:
     image = memoryview(arena._spill.images[spilled[1].offset, spilled[1].epoch])
     assert (_open(image, spilled[1])["u", 0]["x"] == 6).all()
     assert arena.stats().spilled_bytes == spilled[0].nbytes + spilled[1].nbytes
+    arena._spill.num_refused = 0
     with pytest.raises(ArenaFullError, match="the spill is full"):
-        arena.put(_blob(900_000), timeout_s=0.2)
+        arena.put(_blob(900_000), timeout_s=0.4)
+    assert arena._spill.num_refused <= 10, "it waits between two tries"
     arena.free(_places(spilled[:1]))
     assert arena.put(_blob(900_000), timeout_s=20).tier == "spill"
     arena.free(_places(held))
     assert arena.put(_blob(900_000), timeout_s=20).tier == "shm"
     assert arena.stats().ignored_frees == 0
     assert arena._spill.stamp[:8] == b"RLXEXT1\n"
+
+
+def test_puts_spill_at_once_while_nothing_becomes_free(make) -> None:
+    limits = ArenaLimits(extent_bytes=MB, max_bytes=2 * MB, low_water=MB // 4, spill_after_s=0.05)
+    arena = make(limits, make_spill=_Spill)
+    arena._spill.limit = 100
+    held = [arena.put(_blob(900_000), timeout_s=20) for _ in range(2)]
+    assert arena.put(_blob(900_000), timeout_s=20).tier == "spill"
+    arena._limits = dataclasses.replace(limits, spill_after_s=3600.0)
+    for _ in range(10):
+        assert arena.put(_blob(900_000), timeout_s=7200).tier == "spill"
+    arena.free(_places(held[:1]))
+    assert arena.put(_blob(900_000), timeout_s=20).tier == "shm"
+    with pytest.raises(TimeoutError):  # it waits again
+        _in_thread(lambda: arena.put(_blob(900_000), timeout_s=7200), wait_s=0.2)
+
+
+def _in_thread(call: Callable[[], object], wait_s: float) -> None:
+    """Raises TimeoutError if the call takes longer."""
+    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    if thread.is_alive():
+        raise TimeoutError
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with contextlib.suppress(TransferError):  # closed at the end of the test
+        call()
 
 
 def test_spilled_blocks_are_read_and_freed_like_the_others(make, folder: Path) -> None:
