@@ -26,6 +26,7 @@ from relax_hpc.transfer.archive import (
     archive_files,
     list_groups,
     read_archive,
+    read_groups,
     read_trained,
 )
 from relax_hpc.transfer.archive_file import FinishedGroup, StepReader, mend
@@ -250,7 +251,7 @@ def test_a_reader_beside_a_fast_writer_never_sees_half_a_group(tmp_path: Path) -
     done = threading.Event()
 
     def produce() -> None:
-        for k in range(1, 300):
+        for k in range(1, 150):
             made.offer(make_slot(k), make_samples(k))
             if k % 7 == 0:
                 made.flush(WAIT_S)
@@ -261,14 +262,14 @@ def test_a_reader_beside_a_fast_writer_never_sees_half_a_group(tmp_path: Path) -
     thread.start()
     seen = []
     while not done.is_set():
-        groups = list(read_archive(made_folder(tmp_path)))
+        groups = list_groups(made_folder(tmp_path))
         seen.append(len(groups))
-        for slot, samples in groups[-20:]:
-            assert is_equal(samples, make_samples(slot.prompt_index))
+        for group, samples in read_groups(groups[-10:]):
+            assert is_equal(samples, make_samples(group.slot.prompt_index))
     thread.join()
     made.close()
     assert seen == sorted(seen) and seen[-1] > seen[0]
-    check(made_folder(tmp_path), list(range(300)))
+    check(made_folder(tmp_path), list(range(150)))
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ def _check_killed(folder: Path, num_acknowledged: int) -> None:
         assert is_equal(one, other)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_what_was_counted_survives_a_kill(tmp_path: Path, seed: int) -> None:
     _check_killed(tmp_path, _kill_in_mid_write(tmp_path, seed))
 

@@ -179,7 +179,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_nothing_behind(small_disk: Path) -> None:
@@ -242,7 +242,7 @@ def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path, seed: int) -> None:
     _kill_in_mid_append(tmp_path, seed)
 
