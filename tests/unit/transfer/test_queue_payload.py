@@ -106,6 +106,7 @@ def test_memory_is_used_again_when_its_step_is_complete(
     _wait_until(lambda: _num_blocks(rollout) == 0, "trained groups are freed")
     stats = rollout.arena_stats()
     assert stats is not None and stats.reserved <= 2 << 20 and stats.high_water > 0
+    assert stats.ignored_frees == 0, "what was freed is acknowledged, and not told again"
 
 
 def test_a_full_arena_holds_puts_back_until_a_step_is_complete(
