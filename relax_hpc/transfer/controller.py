@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from relax_hpc.control.group_commit import GroupCommit
+from relax_hpc.control.group_commit import Done, GroupCommit
 from relax_hpc.control.identity import SUPERVISOR, Identity
 from relax_hpc.control.journal import GenerationalJournal, encode_line
 from relax_hpc.control.rpc import Caller, Empty, Responder, RpcServer
@@ -55,6 +55,7 @@ class QueueController:
         self._commit = GroupCommit(self._journal)
         self._num_rotated = 0
         self._room = WaitingRoom()
+        self._last: list[Done] = []
         server.on_start(self._restore)
         server.on_newer(self._see)
         server.on_drained(self._settle)
@@ -132,6 +133,13 @@ class QueueController:
 
     def _reply(self, responder: Responder, reply: msgspec.Struct | None) -> None:
         """Answer when everything decided so far is on disk; rendered now, the state goes on."""
+        self._commit.when_durable(self._sender(responder, reply))
+
+    def _reply_last(self, responder: Responder, reply: msgspec.Struct) -> None:
+        """Answer a put: after those who waited for it, who are the ones in a hurry."""
+        self._last.append(self._sender(responder, reply))
+
+    def _sender(self, responder: Responder, reply: msgspec.Struct | None) -> Done:
         body = msgspec.msgpack.encode(Empty() if reply is None else reply)
 
         def send(failure: ControlError | None) -> None:
@@ -141,7 +149,7 @@ class QueueController:
                 responder.fail(failure)
                 self._server.fail(failure)  # the state in memory is ahead of the journal
 
-        self._commit.when_durable(send)
+        return send
 
     def _settle(self) -> None:
         """At the end of a turn: let go on who can, then write."""
@@ -150,6 +158,9 @@ class QueueController:
             names, state.changed = state.changed, set()
             for name in sorted(names):
                 self._wake(name)
+        last, self._last = self._last, []
+        for done in last:
+            self._commit.when_durable(done)
         if self._commit.num_appended - self._num_rotated >= _ROTATE_EVENTS:
             self._num_rotated = self._commit.num_appended
             self._commit.rotate_soon(lambda: self._rules.state.data)
@@ -241,7 +252,7 @@ class QueueController:
             reply, events = rules.put_group(group, now)
             self._apply(events)
             results.append(reply)
-        self._reply(responder, wire.StoredGroups(results))
+        self._reply_last(responder, wire.StoredGroups(results))
 
     def _save_partial(
         self, caller: Caller, request: wire.SavePartial, responder: Responder
@@ -253,7 +264,7 @@ class QueueController:
     def _put_fields(self, caller: Caller, request: wire.PutFields, responder: Responder) -> None:
         reply, events = self._rules.put_fields(request)
         self._apply(events)
-        self._reply(responder, reply)
+        self._reply_last(responder, reply)
 
     def _drop_group(self, caller: Caller, request: wire.EndGroup, responder: Responder) -> None:
         self._apply(self._rules.drop_group(request))
@@ -387,8 +398,6 @@ class QueueController:
     def _find_orphans(
         self, caller: Caller, request: wire.FindOrphans, responder: Responder
     ) -> None:
-        blocks = self._rules.state.blocks
-        names = [name for name in request.names if not blocks.has_extent(name)]
-        for name in names:
-            blocks.forget_extent(name)
+        names, events = self._rules.find_orphans(request.names)
+        self._apply(events)
         self._reply(responder, wire.Orphans(names))

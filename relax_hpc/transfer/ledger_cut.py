@@ -68,15 +68,21 @@ def ledger_of(cut: LedgerCut, step: int) -> LedgerData:
     return content.ledger
 
 
-def restored_ledger(cut: LedgerCut, step: int, known: LedgerData) -> LedgerData:
+def restored_ledger(cut: LedgerCut, step: int, known: LedgerData, incarnation: int) -> LedgerData:
     """Decode a cut for a queue whose present ledger is `known`: uids of both never meet.
+
+    Args:
+        cut: what the checkpoint held.
+        step: version of the checkpoint.
+        known: the ledger that is replaced.
+        incarnation: of the train step; each one restores into a life of its own.
 
     Raises:
         TransferError: as `ledger_of`, or the cut is of another data set than the one that was
             opened, and that was not allowed.
     """
     data = ledger_of(cut, step)
-    data.first_k = max(data.first_k, known.first_k) + LIFE
+    data.first_k = max(data.first_k, known.first_k, incarnation * LIFE) + LIFE
     data.again = [ticket.at_least(data.first_k) for ticket in data.again]
     data.partials = {}
     if known.num_prompts == 0:

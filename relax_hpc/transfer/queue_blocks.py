@@ -50,6 +50,10 @@ class BlockIndex:
         """Free blocks of an arena that were not acknowledged."""
         return self._free.get(arena, set())
 
+    def has_free(self, extent: str) -> bool:
+        """True while blocks of the extent are free and not acknowledged."""
+        return any(block[0] == extent for block in self.free_of(arena_of(extent)))
+
     def acknowledge(self, arena: str, blocks: list[FreeBlock]) -> None:
         """The producer freed them (or its arena is gone)."""
         known = self._free.get(arena)

@@ -51,6 +51,8 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
     leased: dict[str, dict[str, list[int]]] = msgspec.field(default_factory=dict)
     """Those of `missing` that a client works on: task -> client -> samples."""
     ready_order: int = 0
+    lost_after: int = -1
+    """Of its tokens those of newer versions may come from a lost branch; -1: none was lost."""
     partial: Partial | None = None
 
 
@@ -238,6 +240,12 @@ class StepCompleted(Event, tag="step"):
     summary: StepSummary
 
 
+class ExtentsRemoved(Event, tag="removed"):
+    """Extents of dead producers: nobody is left to free single blocks of them."""
+
+    names: list[str]
+
+
 class EvalClaimed(Event, tag="claim"):
     """An engine evaluates a version."""
 
@@ -268,6 +276,7 @@ AnyEvent = (
     | TrainBegun
     | LedgerRestored
     | StepCompleted
+    | ExtentsRemoved
     | EvalClaimed
     | EvalFinished
 )

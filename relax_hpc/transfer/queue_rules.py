@@ -187,7 +187,7 @@ class QueueRules:
         if group.phase is not q.Phase.GENERATING:
             return wire.Stored(info.block in group.blocks, True), []
         self.check_rows(info)
-        if info.newest_version > self.state.data.version:  # weights of a branch that is gone
+        if self._is_lost(group, info.newest_version):
             return _REFUSED, [q.DispatchedAgain([info.uid], "rollback")]
         ended = self._beyond_the_bound(group, info)
         if ended is not None:
@@ -196,6 +196,11 @@ class QueueRules:
             info.uid, info.block, info.rows, info.oldest_version, info.newest_version, now
         )
         return _KEPT, [event]
+
+    def _is_lost(self, group: q.Group, newest_version: int) -> bool:
+        """Whether tokens of this version may come from weights of a branch that is gone."""
+        limit = self.state.data.version
+        return newest_version > (limit if group.lost_after < 0 else min(group.lost_after, limit))
 
     def check_rows(self, info: wire.GroupInfo) -> None:
         """Refuse what can be no group of this run.
@@ -228,6 +233,8 @@ class QueueRules:
         """Remember tokens of an unfinished group for its next dispatch."""
         group = self.state.data.groups.get(request.uid)
         if group is None or group.phase is not q.Phase.GENERATING:
+            return _REFUSED, []
+        if self._is_lost(group, request.newest_version):
             return _REFUSED, []
         partial = Partial(request.block, request.oldest_version, request.newest_version)
         if group.partial == partial:
@@ -293,6 +300,13 @@ class QueueRules:
             return wire.Stored(is_kept=False, is_wanted=bool(known)), []
         return _KEPT, [q.FieldsPut(request.name, rows, request.block)]
 
+    def find_orphans(self, names: list[str]) -> tuple[list[str], list[q.Event]]:
+        """Extents of dead producers that nobody needs; what was free in them is forgotten."""
+        blocks = self.state.blocks
+        found = [name for name in names if not blocks.has_extent(name)]
+        told = [name for name in found if blocks.has_free(name)]
+        return found, [q.ExtentsRemoved(told)] if told else []
+
     def rows_reply(self, rows: list[q.RowKeys]) -> wire.TakenRows:
         """Describe leased rows; those whose group is gone are left out."""
         groups = self.state.data.groups
@@ -318,9 +332,11 @@ class QueueRules:
         if request.key == self.state.data.train_key:
             return []
         begun = q.TrainBegun(request.key, caller.incarnation, request.step)
-        if request.cut is None or request.step <= self.state.data.version:
+        data = self.state.data
+        is_older = data.version < request.step or not data.train_key  # no key: a new journal
+        if request.cut is None or not is_older:
             return [begun]  # our journal knows more than the checkpoint
-        ledger = restored_ledger(request.cut, request.step, self.state.data.ledger)
+        ledger = restored_ledger(request.cut, request.step, data.ledger, caller.incarnation)
         return [q.LedgerRestored(request.step, ledger), begun]
 
     def decide_chunk(self, caller: Caller, request: wire.TakeChunk) -> list[q.Event]:

@@ -246,6 +246,7 @@ class QueueState:
                 if max(group.engine_version, group.newest_version) > event.step
             ]
             self._end_groups(lost, "rollback")
+            self._mark_lost(event.step)
             self._discard_partials(lambda partial: partial.newest_version > event.step)
             self.ledger.dispatch_again(self.ledger.untrain(event.step), "rollback", is_first=True)
         elif event.step > data.version:
@@ -283,6 +284,11 @@ class QueueState:
         self.changed |= {SLOTS, READY, CHUNKS}
 
     @_apply.register
+    def _(self, event: q.ExtentsRemoved) -> None:
+        for name in event.names:
+            self.blocks.forget_extent(name)
+
+    @_apply.register
     def _(self, event: q.EvalClaimed) -> None:
         self.data.eval_claims[event.version] = event.client
 
@@ -304,6 +310,14 @@ class QueueState:
             and group.incarnation <= last_incarnation
         ]
         self._end_groups(lost, "producer_lost")
+
+    def _mark_lost(self, step: int) -> None:
+        """Versions > `step` will be other weights: what was generated with the old ones is lost."""
+        for group in self.data.groups.values():
+            if group.phase is q.Phase.GENERATING:
+                group.lost_after = step if group.lost_after < 0 else min(group.lost_after, step)
+                if group.partial is not None and group.partial.newest_version > step:
+                    self._set_partial(group, None)
 
     def _check_ready(self, group: q.Group) -> None:
         if group.phase is q.Phase.WAITING and not any(group.missing.values()):

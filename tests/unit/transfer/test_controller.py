@@ -270,7 +270,7 @@ def test_a_checkpoint_brings_the_ledger_back_when_the_journal_is_gone(
 
 
 def test_waiters_for_what_never_comes_do_not_hold_up_others(serve: Serve, who: Who) -> None:
-    serve(WITH_REF)
+    serve(dataclasses.replace(WITH_REF, groups_per_step=10))
     engine = Peer(who())
     engine.open()
     waiting = [

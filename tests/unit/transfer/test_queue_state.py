@@ -140,3 +140,26 @@ def test_a_task_that_does_nothing_is_named() -> None:
     run.do([taken])
     task = run.rules.status(5.0).tasks["ref"]
     assert (task.oldest_s, task.is_stuck, task.leased) == (4.0, False, 1)
+
+
+def test_an_engine_that_went_on_over_a_rollback_generates_again() -> None:
+    run = Simulation(dataclasses.replace(CONFIG, max_staleness=2), 1)
+    step = q.StepCompleted(1, msgspec.structs.replace(_nothing_trained(), step=1))
+    run.begin(1)
+    run.engines[0] = 1
+    run.admit(0)
+    slot, block = run.slots[0][0], run.block()
+    run.do([step])
+    run.do(run.rules.save_partial(wire.SavePartial(slot.uid, block, 1, 2))[1])
+    assert run.rules.state.blocks.has_block(block)
+    run.begin(1)  # the group of version 1 goes on; its tokens of version 2 are lost
+    assert (block.extent, block.offset, block.epoch) in run.data.free["arena"]
+    run.do([step])
+    reply, _ = run.rules.save_partial(wire.SavePartial(slot.uid, run.block(), 1, 2))
+    assert not reply.is_kept and slot.uid in run.data.groups
+    info = run.group(slot.uid, [9, 9])
+    assert run.rules.put_group(msgspec.structs.replace(info, newest_version=1), 1.0)[0].is_kept
+    reply, events = run.rules.put_group(msgspec.structs.replace(info, newest_version=2), 1.0)
+    run.do(events)
+    assert not reply.is_kept and slot.uid not in run.data.groups
+    run.check_every_prompt_is_in_one_place()
