@@ -45,7 +45,7 @@ _ALIGN = 64
 _MAX_BATCH_BYTES = 64 << 20
 _MAX_BATCH_BLOCKS = 1024
 _STALL_S = 20.0
-"""A transfer that takes longer, plus a second for each 50 MB, is left to TCP before its deadline."""
+"""A transfer that takes longer, plus a second for each 50 MB, is left to TCP."""
 _SLOWEST_BYTES_PER_S = 50e6
 _GRACE_S = 10.0
 """After a broken connection: adapters may still be flushing what was under way."""

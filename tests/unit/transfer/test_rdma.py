@@ -88,6 +88,18 @@ def helper_pid(server: NixlServer) -> int:
     return server._helper.process.pid
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def is_stopped() -> bool:
+        stats = [(task / "stat").read_text() for task in tasks.iterdir()]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+    wait_until(is_stopped, "all threads are stopped")
+
+
 def end_stop(server: NixlServer) -> None:
     if server._helper is not None and server._helper.process.poll() is None:
         os.kill(helper_pid(server), signal.SIGCONT)
@@ -368,7 +380,7 @@ def test_a_stopped_target_ends_at_the_deadline_and_keeps_the_buffer(
 ) -> None:
     ref = put(arena, 0, 400_000)
     assert_is(source.read_blocks("n1", [ref], soon())[0], ref, 0, 400_000)
-    os.kill(helper_pid(server), signal.SIGSTOP)
+    stop(helper_pid(server))
     with pytest.raises(DeadlineError, match="node n1 by NIXL"):
         source.read_blocks("n1", [ref], time.monotonic() + 0.5)
     stats = source.stats()
@@ -396,7 +408,7 @@ def test_a_hanging_helper_does_not_keep_its_address_back(
     old = NixlAccess(told.metadata, told.extents, is_complete=False)
     last = (before[0], msgspec.msgpack.encode(old))
     restarts = server.num_restarts
-    os.kill(helper_pid(server), signal.SIGSTOP)
+    stop(helper_pid(server))
     late = put(arena, 0, 600_000)
     assert told.is_complete
     assert server.access() == last  # the TCP address travels in the same answer
@@ -411,19 +423,20 @@ def test_a_hanging_helper_does_not_keep_its_address_back(
     assert server.num_restarts == restarts
     monkeypatch.setattr(rdma_server, "_LOST_S", 0.0)
     stopped = helper_pid(server)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     assert server.access() == ("", b"")
     wait_until(lambda: process_start(stopped) == 0, "it is ended")
     server._retry_at = 1.0
     assert server.access()[0] not in ("", before[0])
 
 
-def test_a_stall_is_told_while_there_is_time_for_tcp(arena: Arena, server: NixlServer) -> None:
-    source = NixlSource(access_of(server), stall_s=0.3)
+def test_a_stall_is_told_while_there_is_time_for_tcp(
+    arena: Arena, source: NixlSource, server: NixlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ref = put(arena, 0)
     source.read_blocks("n1", [ref], soon())
     monkeypatch.setattr(rdma, "_STALL_S", 0.3)
-    os.kill(helper_pid(server), signal.SIGSTOP)
+    stop(helper_pid(server))
     with pytest.raises(TransferError, match="TCP is the way now"):
         source.read_blocks("n1", [ref], soon())
     end_stop(server)
@@ -455,7 +468,7 @@ def test_a_target_that_dies_in_mid_transfer_is_a_transfer_error(
     source = NixlSource(access_of(own_server))
     ref = put(arena, 0, 400_000)
     source.read_blocks("n1", [ref], soon())
-    os.kill(helper_pid(own_server), signal.SIGSTOP)
+    stop(helper_pid(own_server))
     with pytest.raises(DeadlineError):
         source.read_blocks("n1", [ref], time.monotonic() + 0.5)
     os.kill(helper_pid(own_server), signal.SIGKILL)
@@ -516,6 +529,7 @@ def test_a_process_with_a_hanging_transfer_ends_well(arena: Arena, own_server: N
     ref = BlockRef("n1", extent, *map(int, numbers))
     source.read_blocks("n1", [ref], time.monotonic() + 60)
     os.kill(int(pid), signal.SIGSTOP)
+    time.sleep(0.5)
     try:
         source.read_blocks("n1", [ref], time.monotonic() + 0.3)
     except DeadlineError:
