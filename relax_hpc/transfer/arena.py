@@ -357,7 +357,7 @@ class Arena:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._grower.join(timeout=5.0)  # a daemon: it may wait for an agent that is gone
+        self._grower.join(timeout=2.0)  # a daemon: it may wait for an agent that is gone
         self._agent.close()
 
     # -- writing ------------------------------------------------------------------------------

@@ -417,7 +417,8 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
         rows = dict(zip(keys, rows_of(header.columns, cut, len(keys)), strict=True))
     except (ValueError, IndexError) as err:
         raise TransferError(f"{_name(ref, where)}: header contradicts itself: {err}") from err
-    check_commit(buffer, ref, where)  # recycled while we looked
+    if _EPOCH.unpack_from(buffer, _EPOCH_AT)[0] != ref.epoch:  # recycled while we looked
+        check_commit(buffer, ref, where)
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_hpc.config import TransferConfig
+from relax_hpc.config import RdmaUse, TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient, RpcServer
 from relax_hpc.errors import ArenaFullError, StaleIncarnationError, TransferError
@@ -165,6 +165,49 @@ def test_who_does_not_live_here_gets_nothing(
             client.call("reserve_extent", request, Empty, timeout_s=20, why="test")
     assert not list(arenas.iterdir())
     client.close()
+
+
+class _FakeNixl:
+    fails = False
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.folder, self.node, self.is_closed = folder, node, False
+
+    def start(self) -> None:
+        if self.fails:
+            raise TransferError("no device")
+
+    def access(self) -> tuple[str, bytes]:
+        return f"nixl-{self.node}", b"metadata"
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_rdma_is_served_where_it_works_and_refused_where_it_is_forced(
+    who: Who, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "NixlServer", _FakeNixl)
+    monkeypatch.setattr(agent_module.rdma, "is_asked_for", lambda use: (True, ""))
+
+    def ask(incarnation: int) -> wire.DataAccess:
+        agent = NodeAgent(who("dcs", incarnation=incarnation))
+        agent.start()
+        client = RpcClient(folder, wire.agent_service("n1"), who())
+        access = client.call("data_access", Empty(), wire.DataAccess, timeout_s=20, why="test")
+        client.close()
+        agent.close(remove=False)
+        assert agent._nixl is None or agent._nixl.is_closed
+        return access
+
+    access = ask(1)
+    assert (access.nixl_agent, access.nixl_metadata) == ("nixl-n1", b"metadata")
+    monkeypatch.setattr(_FakeNixl, "fails", True)
+    assert ask(2).nixl_agent == "" and ask(3).port > 0
+    forced = NodeAgent(who("dcs", incarnation=4), TransferConfig(rdma=RdmaUse.FORCE))
+    with pytest.raises(TransferError, match="no device"):
+        forced.start()
+    forced.close(remove=True)
 
 
 _AGENT = """

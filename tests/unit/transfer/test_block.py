@@ -74,7 +74,7 @@ ROWS = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ROWS)
 def test_any_rows_round_trip_bit_equal(rows) -> None:
     entries = [Entry(*key, name, value) for key, row in rows.items() for name, value in row.items()]
