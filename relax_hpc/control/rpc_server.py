@@ -340,8 +340,8 @@ class RpcServer:
                 method.direct(caller, request, responder)
             else:
                 assert method.handler is not None
-                work = method.handler(caller, request)
-                task = asyncio.ensure_future(self._answer_later(work, responder))
+                work = self._answer_later(method.handler, caller, request, responder)
+                task = asyncio.ensure_future(work)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         except RelaxError as err:
@@ -351,10 +351,12 @@ class RpcServer:
             responder.fail(err)
 
     async def _answer_later(
-        self, work: Awaitable[msgspec.Struct | None], responder: Responder
+        self, handler: Handler, caller: Caller, request: Any, responder: Responder
     ) -> None:
         try:
-            responder.send(await work)  # inside: a reply may be impossible to encode
+            responder.send(
+                await handler(caller, request)
+            )  # inside: a reply may be impossible to encode
         except RelaxError as err:
             responder.fail(err)
         except Exception as err:

@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from relax_hpc.control import group_commit
 from relax_hpc.control.group_commit import GroupCommit
 from relax_hpc.control.journal import GenerationalJournal, Journal
 from relax_hpc.errors import ControlError
@@ -132,3 +134,41 @@ def test_after_a_failed_write_nothing_is_acknowledged_any_more(tmp_path: Path) -
 
     asyncio.run(main())
     assert list(journal.read()) == [b'"snapshot"']
+
+
+@pytest.mark.parametrize("fast_s", [0.0, 10.0])
+def test_a_new_file_holds_what_was_appended_and_nothing_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_s: float
+) -> None:
+    """Writes in the thread and in the loop; new files begin in the middle of both."""
+    monkeypatch.setattr(group_commit, "_FAST_S", fast_s)
+    journal = GenerationalJournal(tmp_path, "q", 1, 1)
+    journal.start([])
+    state: list[int] = []
+    done: list[int] = []
+
+    async def main() -> None:
+        commit = GroupCommit(journal)
+        for number in range(60):
+            state.append(number)
+            commit.append(number)
+
+            def durable(failure: ControlError | None, number: int = number) -> None:
+                assert failure is None
+                on_disk = list(journal.read())
+                known = msgspec.json.decode(on_disk[0]) + [int(line) for line in on_disk[1:]]
+                assert known[: number + 1] == list(range(number + 1)), "acknowledged too early"
+                done.append(number)
+
+            commit.when_durable(durable)
+            if number % 7 == 3:
+                commit.rotate_soon(lambda: state)
+            elif number % 2:
+                commit.commit()
+            if number % 11 == 0:
+                await asyncio.sleep(0.002)
+        await commit.flushed()
+        commit.close()
+
+    asyncio.run(main())
+    assert done == list(range(60)), "in order, each once"

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import zmq
 
+from relax_hpc.control import rpc_client, rpc_server
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import PING, Caller, Empty, RpcClient, RpcServer, create_keys
-from relax_hpc.control.rpc_message import ErrorReply, typed_error
+from relax_hpc.control.rpc import PING, Caller, Empty, Responder, RpcClient, RpcServer, create_keys
+from relax_hpc.control.rpc_message import ErrorReply, Header, typed_error
 from relax_hpc.errors import (
     ControlError,
     DeadlineError,
@@ -259,3 +260,95 @@ def test_error_types_that_are_not_ours_become_control_errors() -> None:
     assert type(typed_error(ErrorReply("SystemExit", "x"))) is ControlError
     assert type(typed_error(ErrorReply("require_extra", "x"))) is ControlError
     assert isinstance(typed_error(ErrorReply("WeightSyncError", "x")), RelaxError)
+
+
+def test_calls_under_way_at_once_get_their_own_replies(folder: RunFolder) -> None:
+    held: list[tuple[Number, Responder]] = []
+    turns: list[int] = []
+
+    def hold(caller: Caller, request: Number, responder: Responder) -> None:
+        held.append((request, responder))
+        while len(held) >= 3:  # the last one first
+            number, answer = held.pop()
+            answer.send(Number(2 * number.value))
+            if not held:
+                return
+            number, answer = held.pop()
+            answer.fail(TransferError(f"no {number.value}"))
+            number, answer = held.pop()
+            answer.send(Number(3 * number.value))
+
+    server = RpcServer(folder, "echo", _identity(folder, role="dcs"))
+    server.register_direct("hold", Number, hold)
+    server.on_drained(lambda: turns.append(len(held)))
+    server.start_thread()
+    client = RpcClient(folder, "echo", _identity(folder))
+    calls = [
+        client.start("hold", Number(n), Number, timeout_s=20, why="test") for n in (10, 20, 30)
+    ]
+    seen = []
+    for call in reversed(calls):  # each has its own connection: they may arrive in any order
+        try:
+            seen.append(call.result().value)
+        except TransferError as err:
+            assert str(err) in ("no 10", "no 20", "no 30")
+            seen.append(0)
+    assert seen.count(0) == 1 and turns[-1] == 0
+    assert {n for n, value in zip((30, 20, 10), seen, strict=True) if value in (2 * n, 3 * n)} == {
+        n for n, value in zip((30, 20, 10), seen, strict=True) if value
+    }
+    server.stop()
+
+
+def test_a_request_without_a_reply_is_sent_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a connection that broke unseen, and libzmq made anew."""
+    monkeypatch.setattr(rpc_client, "_RESEND_S", 0.5)
+    seen: list[int] = []
+
+    def lose_first(caller: Caller, request: Number, responder: Responder) -> None:
+        seen.append(request.value)
+        if len(seen) > 1:
+            responder.send(request)
+
+    server = RpcServer(folder, "echo", _identity(folder, role="dcs"))
+    server.register_direct("lose", Number, lose_first)
+    server.start_thread()
+    client = RpcClient(folder, "echo", _identity(folder))
+    assert client.call("lose", Number(5), Number, timeout_s=30, why="test").value == 5
+    assert seen == [5, 5]
+    server.stop()
+
+
+def test_a_message_that_is_too_large_ends_its_connection_and_no_other(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "_MAX_REQUEST_BYTES", 1000)
+    server = _serve(folder)
+    client = RpcClient(folder, "echo", _identity(folder))
+    assert _double_of(client, 1) == 2
+    big = _Text("x" * 2000)
+    with pytest.raises(DeadlineError):
+        client.call("double", big, Number, timeout_s=1.0, why="test")
+    assert _double_of(client, 2) == 4
+    server.stop()
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_up_others(folder: RunFolder) -> None:
+    server = _serve(folder)
+    client, slow = (RpcClient(folder, "echo", _identity(folder)) for _ in range(2))
+    assert _double_of(slow, 1) == 2
+    connection = slow._free[0]
+    header = msgspec.msgpack.encode(Header("double", slow._caller))
+    body = msgspec.msgpack.encode(Number(1))
+    for number in range(20_000):
+        connection.socket.send_multipart([number.to_bytes(8, "big"), header, body])
+    for value in range(20):
+        assert _double_of(client, value) == 2 * value
+    connection.socket.close(linger=0)
+    server.stop()
