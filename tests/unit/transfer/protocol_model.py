@@ -70,6 +70,8 @@ class Model:
         self.uids: set[str] = set()
         self.dropped: dict[Key, str] = {}
         self.put_versions: dict[str, Versions] = {}
+        self.lost_after: dict[str, int] = {}
+        """Groups that were generated over a rollback: newer tokens may be of the lost branch."""
         self.saved: dict[Key, Versions] = {}
         """What the tokens have that were saved of unfinished groups."""
         self.branches: Versions = {0: 0}
@@ -221,7 +223,7 @@ class Model:
         size = self.config.group_size
         rows = wire.Rows([1] * size, [num_tokens + i for i in range(size)], ["stop"] * size)
         info = wire.GroupInfo(uid, block, rows, oldest, newest)
-        is_too_new = newest > self.data.version
+        is_too_new = newest > min(self.data.version, self.lost_after.get(uid, newest))
         reply, events = self.rules.put_group(info, 0.0)
         self.do(events)
         if reply.is_kept:
@@ -247,9 +249,11 @@ class Model:
         versions = slots[uid]
         block = self.block("rollout", tier=chance.choice(["shm", "spill"]))
         request = wire.SavePartial(uid, block, min(versions), max(versions))
+        limit = min(self.data.version, self.lost_after.get(uid, max(versions)))
+        is_good = uid in self.generating() and max(versions) <= limit
         reply, events = self.rules.save_partial(request)
         self.do(events)
-        assert reply.is_kept == (uid in self.generating())
+        assert reply.is_kept == is_good
         if reply.is_kept:
             self.kept.add(place_of(block))
             self.saved[key_of(uid)] = dict(versions)
@@ -406,6 +410,9 @@ class Model:
     def reject(self, chance: random.Random) -> None:
         """Lost or corrupt payload: in any phase the prompt goes back, a chunk gets another one."""
         put = sorted(set(self.data.groups) - self.generating())
+        in_chunks = sorted(u for chunk in self.data.chunks for u in chunk.picked if u)
+        if in_chunks and chance.random() < 0.7:
+            put = in_chunks
         if put:
             uid = chance.choice(put)
             self.do(self.rules.reject_group(wire.EndGroup(uid, "corrupt")))
@@ -423,8 +430,11 @@ class Model:
     def begin_at(self, step: int, *, is_repeated: bool, cut: wire.LedgerCut | None = None) -> None:
         """begin_train; sent twice it counts once."""
         request = wire.BeginTrain(self.key(), step, cut)
+        is_rollback = step < self.data.version
         for _ in range(1 + is_repeated):
             self.do(self.rules.begin_train(self.caller("train"), request))
+        for uid in self.generating() if is_rollback else ():
+            self.lost_after[uid] = min(step, self.lost_after.get(uid, step))
         self.taken = {}
         self.trained = {s: uids for s, uids in self.trained.items() if s < step}
         self.branches = {v: b for v, b in self.branches.items() if v <= step}
@@ -513,12 +523,11 @@ class Model:
     def sweep(self) -> None:
         """An agent removes extents of dead producers that nobody references."""
         used = {extent for extent, _, _ in self.used()}
-        blocks = self.rules.state.blocks
-        for extent in sorted({extent for extent, _, _ in self.kept}):
-            assert blocks.has_extent(extent) == (extent in used), extent
-            if not blocks.has_extent(extent):
-                self.collected |= {block for block in self.free() if block[0] == extent}
-                blocks.forget_extent(extent)
+        names = sorted({extent for extent, _, _ in self.kept})
+        orphans, events = self.rules.find_orphans(names)
+        assert set(orphans) == set(names) - used
+        self.collected |= {block for block in self.free() if block[0] in orphans}
+        self.do(events)
 
     # -- what always holds --------------------------------------------------------------------
 

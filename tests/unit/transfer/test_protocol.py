@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -99,18 +99,34 @@ class Protocol(RuleBasedStateMachine):
         run, engine, dice = self.run, chance.choice(self.engines), chance.random()
         if dice < 0.2:
             run.admit(engine, chance.randint(1, 5), is_lost=chance.random() < 0.1)
-        elif dice < 0.55:
-            run.finish(chance, is_lost=chance.random() < 0.1)
-        elif dice < 0.63:
+        elif dice < 0.53:
+            run.finish(chance, age=chance.random() < 0.05, is_lost=chance.random() < 0.1)
+        elif dice < 0.61:
             run.update(engine, chance.randint(1, 3))
-        elif dice < 0.65:
+        elif dice < 0.63:
             run.save_partial(chance)
-        elif dice < 0.85 or not self.tasks:
+        elif dice < 0.83 or (dice < 0.96 and not self.tasks):
             run.train(chance)
-        elif dice < 0.93:
+        elif dice < 0.91:
             run.take_rows(chance.choice(self.tasks), chance.randint(1, 8))
-        else:
+        elif dice < 0.96:
             run.put_fields(chance.choice(self.tasks), chance.randint(1, 8))
+        else:
+            self.mishap(chance)
+
+    def mishap(self, chance: random.Random) -> None:
+        """What happens now and then in a long run."""
+        run, engine, dice = self.run, chance.choice(self.engines), chance.random()
+        if dice < 0.4:
+            run.reject(chance)
+        elif dice < 0.6:
+            run.kill_engine(engine, is_told=dice < 0.5, is_zombie=chance.random() < 0.5)
+        elif dice < 0.8:
+            run.end(chance, chance.choice(["drop", "return"]))
+        elif dice < 0.9:
+            run.restart_controller()
+        else:
+            run.restart_train(chance.choice([0, 0, 1, 2]), is_told=chance.random() < 0.5)
 
     @rule(which=which, want=st.integers(1, 5), is_lost=st.booleans())
     def admit(self, which: int, want: int, is_lost: bool) -> None:
@@ -221,7 +237,14 @@ _SETTINGS = settings(
 
 
 def test_any_interleaving_of_the_protocol() -> None:
-    chosen = settings(_SETTINGS, derandomize=True, max_examples=60, stateful_step_count=40)
+    # What fails is not shrunk here (that takes minutes): run the long test for it.
+    chosen = settings(
+        _SETTINGS,
+        derandomize=True,
+        max_examples=80,
+        stateful_step_count=40,
+        phases=[Phase.generate],
+    )
     run_state_machine_as_test(Protocol, settings=chosen)
 
 
@@ -328,7 +351,6 @@ def test_an_engine_that_was_replaced_in_place_keeps_no_slot() -> None:
     run.run_to_the_end()
 
 
-@pytest.mark.xfail(strict=True, reason="a group that goes on over a rollback keeps lost tokens")
 def test_tokens_of_a_lost_branch_are_never_trained() -> None:
     """A slow group has tokens of version 2; version 2 is lost, and trained again: other weights."""
     run = Model(_config(groups_per_step=1, group_size=1, chunks_per_step=1, max_staleness=2), 40)
@@ -345,7 +367,6 @@ def test_tokens_of_a_lost_branch_are_never_trained() -> None:
     run.run_to_the_end()
 
 
-@pytest.mark.xfail(strict=True, reason="saved tokens of a group that goes on are not looked at")
 def test_saved_tokens_of_a_lost_branch_are_not_given_out_again() -> None:
     run = Model(_config(groups_per_step=1, group_size=1, chunks_per_step=1, max_staleness=2), 40)
     slow, fast = run.engines[:2]
