@@ -197,8 +197,10 @@ class RolloutLoop:
         self._group_failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_failures: collections.Counter[int] = collections.Counter()
         self._failures_in_a_row = 0
-        # Long-polls occupy a thread each: admissions, the weights, and a put per ending group.
+        # Long-polls occupy a thread each: admissions, and the weights.
         self._threads = concurrent.futures.ThreadPoolExecutor(24, "rollout-call")
+        # Puts wait while the arena is full: weights must come all the same.
+        self._put_threads = concurrent.futures.ThreadPoolExecutor(8, "rollout-put")
 
     async def run(self) -> None:
         """Serve until all train steps and evaluations are complete.
@@ -224,6 +226,7 @@ class RolloutLoop:
             self._log_tally()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
+            self._put_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Run a blocking client call in a thread."""
@@ -406,7 +409,9 @@ class RolloutLoop:
         queue, is_wanted = self._parts.queue, True
         lengths = [len(completion.token_ids) for completion in result.completions]
         if result.verdict is Verdict.PUT:
-            is_wanted = await self._call(queue.put_group, slot, result.samples)
+            put = functools.partial(queue.put_group, slot, result.samples)
+            loop = asyncio.get_running_loop()
+            is_wanted = await loop.run_in_executor(self._put_threads, put)
             if is_wanted and self._parts.archive is not None:
                 self._parts.archive.offer(slot, result.samples)
         elif result.verdict is Verdict.DROP:

@@ -568,6 +568,33 @@ def test_a_dead_queue_ends_the_step(error: RelaxError) -> None:
         asyncio.run(world.run())
 
 
+def test_weights_come_while_all_puts_wait_for_memory() -> None:
+    """An arena is full until a step is trained; the engine must not miss its weights for that."""
+    world = make_world(max_staleness=9, max_concurrent_groups=40)
+    service, put_again = world.service, threading.Event()
+
+    def on_put() -> bool:
+        assert put_again.wait(15), "the new version was not loaded while puts waited"
+        return True
+
+    async def scenario() -> None:
+        running = asyncio.create_task(world.run())
+        while service.progress.get("running", 0) < 40:
+            await asyncio.sleep(0.01)
+        with service.changed:
+            service.incarnation = 2
+            service.published.append(VersionId(2, 0))  # of a train step that came back
+            service.changed.notify_all()
+        while len(world.engine.updates) < 2:
+            await asyncio.sleep(0.01)
+        put_again.set()
+        await running
+
+    service.on_put = on_put
+    asyncio.run(scenario())
+    assert service.version == 6
+
+
 def test_being_replaced_ends_the_step() -> None:
     world = make_world()
     world.service.auto_train = False
