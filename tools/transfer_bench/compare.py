@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import statistics
-import tempfile
-from pathlib import Path
 
 from transfer_bench.floors import Floors
 from transfer_bench.queues import OurQueue, Queue
 from transfer_bench.side import Answer, SideError
 from transfer_bench.work import Work, checksum, make_work
+from transfer_bench.workplace import Workplace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +54,7 @@ class Comparison:
         return statistics.median(gb / answer["put_s"] / copy for answer, copy in pairs)
 
 
-def compare(
-    name: str, plan: Plan, theirs: Queue, floors: Floors, mark: str, folder: Path
-) -> Comparison:
+def compare(name: str, plan: Plan, theirs: Queue, floors: Floors, place: Workplace) -> Comparison:
     """Run one work on the queues in turns. The first round of each does not count.
 
     Raises:
@@ -67,9 +64,8 @@ def compare(
     wanted = checksum(work.samples)
     result = Comparison(work, {OURS: [], OURS_IN_MEMORY: [], THEIRS: []}, [])
     with (
-        tempfile.TemporaryDirectory(prefix="relax-bench-", dir="/dev/shm") as memory,
-        contextlib.closing(OurQueue(name, mark, folder)) as ours,
-        contextlib.closing(OurQueue(name, mark, Path(memory))) as in_memory,
+        contextlib.closing(OurQueue(name, place)) as ours,
+        contextlib.closing(OurQueue(name, place, is_in_memory=True)) as in_memory,
     ):
         queues: dict[str, Queue] = {OURS: ours, OURS_IN_MEMORY: in_memory, THEIRS: theirs}
         for queue in queues.values():

@@ -5,13 +5,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from tests.netns import TwoNodes, two_nodes, why_not
-from transfer_bench.environment import variables
 from transfer_bench.queues import Node, OurQueue
 from transfer_bench.side import Answer, Side, SideError
 from transfer_bench.work import checksum, make_work
+from transfer_bench.workplace import Workplace
 
 WORK = "tensors"
 _STREAMS = (1, 4)
@@ -32,7 +31,7 @@ class Network:
         return self.ours / max(self.raw.values())
 
 
-def measure_network(mark: str, folder: Path, rounds: int) -> Network | None:
+def measure_network(place: Workplace, rounds: int) -> Network | None:
     """Run both in turns; None where namespaces cannot be made (it is said why).
 
     Raises:
@@ -44,8 +43,8 @@ def measure_network(mark: str, folder: Path, rounds: int) -> Network | None:
     work = make_work(WORK)
     ours: list[float] = []
     raw: dict[int, list[float]] = {streams: [] for streams in _STREAMS}
-    with two_nodes() as nodes, _raw(nodes, mark, folder) as receiver:
-        queue = OurQueue(WORK, mark, folder, _node(nodes, 0), _node(nodes, 1))
+    with two_nodes() as nodes, _raw(nodes, place) as receiver:
+        queue = OurQueue(WORK, place, _node(nodes, 0), _node(nodes, 1))
         try:
             for number in range(rounds + 1):
                 taken = queue.round(WORK)
@@ -75,14 +74,14 @@ def _node(nodes: TwoNodes, number: int) -> Node:
 
 
 @contextmanager
-def _raw(nodes: TwoNodes, mark: str, folder: Path) -> Iterator[Side]:
+def _raw(nodes: TwoNodes, place: Workplace) -> Iterator[Side]:
     sides = []
     try:
         for number, words in enumerate((("send", nodes.ipv4[0]), ("receive",))):
             command = [*_node(nodes, number).prefix, sys.executable, "-m"]
             command += ["transfer_bench.raw_tcp", *words]
-            log = folder / f"raw-{words[0]}.log"
-            sides.append(Side(f"raw {words[0]}", command, variables(mark), log))
+            log = place.disk / f"raw-{words[0]}.log"
+            sides.append(Side(f"raw {words[0]}", command, place.variables(), log))
         port = sides[0].ask(do="ready")["port"]
         sides[1].ask(do="connect", address=nodes.ipv4[0], port=port, streams=max(_STREAMS))
         yield sides[1]

@@ -4,14 +4,14 @@ import dataclasses
 import shutil
 import sys
 import time
-from pathlib import Path
 from typing import Protocol
 
 from relax_hpc.control.identity import LocalPlace, task_environment
 from relax_hpc.control.rpc import create_keys
 from relax_hpc.runfolder import create_run_folder
-from transfer_bench.environment import transferqueue_python, variables
+from transfer_bench.environment import transferqueue_python
 from transfer_bench.side import Answer, Side
+from transfer_bench.workplace import Workplace
 
 _ARMED_S = 0.005
 """A consumer that was asked to wait does so after this time."""
@@ -33,9 +33,11 @@ class Queue(Protocol):
 class TransferQueueSimple:
     """TransferQueue with its simple backend; serves every work."""
 
-    def __init__(self, mark: str, folder: Path) -> None:
-        command = [str(transferqueue_python()), "-m", "transfer_bench.transferqueue_side"]
-        self._side = Side("TransferQueue", command, variables(mark), folder / "transferqueue.log")
+    def __init__(self, place: Workplace) -> None:
+        module = ("-m", "transfer_bench.transferqueue_side", str(place.short))
+        command = [str(transferqueue_python()), *module]
+        log = place.disk / "transferqueue.log"
+        self._side = Side("TransferQueue", command, place.variables(), log)
         self.version: str = self._side.ask(do="ready")["version"]
 
     def round(self, work: str) -> Answer:
@@ -70,12 +72,18 @@ class OurQueue:
     """Our queue in a run of its own: controller, an agent per node, producer, consumer."""
 
     def __init__(
-        self, work: str, mark: str, folder: Path, producer: Node = HERE, consumer: Node = HERE
+        self,
+        work: str,
+        place: Workplace,
+        producer: Node = HERE,
+        consumer: Node = HERE,
+        *,
+        is_in_memory: bool = False,
     ) -> None:
-        self._run = create_run_folder(folder, f"run-{work}")
+        self._run = create_run_folder(place.memory if is_in_memory else place.disk, f"run-{work}")
         self._nodes = {producer, consumer}
         self._work = work
-        self._mark = mark
+        self._place = place
         self._sides: list[Side] = []
         create_keys(self._run)
         try:
@@ -116,7 +124,7 @@ class OurQueue:
         module = ("-m", "transfer_bench.our_side", what, self._work)
         log = self._run.path / f"{what}-{node.name}.log"
         command = [*node.prefix, sys.executable, *module]
-        side = Side(f"our {what}", command, variables(self._mark, **told), log)
+        side = Side(f"our {what}", command, self._place.variables(**told), log)
         self._sides.append(side)
         side.ask(do="ready")
         return side

@@ -6,7 +6,6 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 from transfer_bench.compare import (
     OURS,
@@ -18,12 +17,13 @@ from transfer_bench.compare import (
     compare,
     median_s,
 )
-from transfer_bench.environment import ROOT, variables
+from transfer_bench.environment import ROOT
 from transfer_bench.floors import Floors
 from transfer_bench.network import Network, measure_network
 from transfer_bench.queues import TransferQueueSimple
 from transfer_bench.side import Answer, SideError
 from transfer_bench.work import WORKS, make_work
+from transfer_bench.workplace import Workplace
 
 _METADATA_TIMEOUT_S = 400.0
 _NETWORK_ROUNDS, _QUICK_NETWORK_ROUNDS = 9, 3
@@ -114,12 +114,11 @@ class Report:
         return f"| {' | '.join([name, step, *times, ratios])} |"
 
 
-def measure(mark: str, folder: Path, *, is_quick: bool) -> Report:
+def measure(place: Workplace, *, is_quick: bool) -> Report:
     """Do everything, one after the other.
 
     Args:
-        mark: value of the variable that all processes of this run carry.
-        folder: for run folders and logs.
+        place: folders and processes of this run.
         is_quick: few rounds.
 
     Raises:
@@ -127,26 +126,26 @@ def measure(mark: str, folder: Path, *, is_quick: bool) -> Report:
     """
     plans = QUICK_PLANS if is_quick else PLANS
     floors = Floors(make_work("text"), make_work("tensors"))
-    theirs = TransferQueueSimple(mark, folder)
+    theirs = TransferQueueSimple(place)
     try:
-        works = {name: compare(name, plans[name], theirs, floors, mark, folder) for name in WORKS}
+        works = {name: compare(name, plans[name], theirs, floors, place) for name in WORKS}
         rounds = plans["text"].turns * plans["text"].burst
         key_value = [theirs.key_value_round("text") for _ in range(rounds)]
     finally:
         theirs.close()
     rounds = _QUICK_NETWORK_ROUNDS if is_quick else _NETWORK_ROUNDS
-    network = measure_network(mark, folder, rounds)
-    metadata = _measure_metadata(mark, is_quick=is_quick)
+    network = measure_network(place, rounds)
+    metadata = _measure_metadata(place, is_quick=is_quick)
     return Report(
         theirs.version, floors.medians(), works, key_value, network, metadata, os.getloadavg()[0]
     )
 
 
-def _measure_metadata(mark: str, *, is_quick: bool) -> Answer:
+def _measure_metadata(place: Workplace, *, is_quick: bool) -> Answer:
     """Run metadata.py: rows per second of a controller with 64 producers and 64 consumers."""
     command = [sys.executable, "-m", "transfer_bench.metadata", *(["--quick"] * is_quick)]
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=dict(variables(mark)),
+        command, capture_output=True, text=True, cwd=ROOT, env=dict(place.variables()),
         timeout=_METADATA_TIMEOUT_S, check=False,
     )  # fmt: skip
     if result.returncode != 0:

@@ -7,8 +7,7 @@ consumer stops all producers for 5 s), Ray workers at normal priority (Ray's def
 tensors that are nested before the clock starts, and old rows cleared while the clock stands.
 """
 
-import shutil
-import tempfile
+import sys
 import time
 
 import ray
@@ -136,11 +135,10 @@ def _nest(work: Work) -> TensorDict:
 
 def main() -> None:
     """Start Ray with as few processes as it can, TransferQueue in it; serve; stop both."""
-    folder = tempfile.mkdtemp(prefix="tq-")  # short: Ray's sockets lie in it
     try:
         ray.init(
             address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20,
-            _temp_dir=folder, log_to_driver=False, logging_level="ERROR",
+            _temp_dir=sys.argv[1], log_to_driver=False, logging_level="ERROR",
         )  # fmt: skip
         backend = {"SimpleStorage": {"num_data_storage_units": 1}}
         transfer_queue.init(
@@ -158,7 +156,6 @@ def main() -> None:
     finally:
         transfer_queue.close()
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
