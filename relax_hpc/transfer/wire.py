@@ -282,23 +282,6 @@ class Orphans(msgspec.Struct, frozen=True):
     names: list[str]
 
 
-class ReadPart(msgspec.Struct, frozen=True):
-    """Read a part of a file in a node's shared memory."""
-
-    area: str
-    """Folder inside the run's shared memory folder: arenas or weights."""
-    name: str
-    offset: int
-    max_bytes: int
-
-
-class Part(msgspec.Struct, frozen=True):
-    """Bytes of a file; `total` is the file's size, -1 when it does not exist."""
-
-    data: bytes
-    total: int
-
-
 Histogram = dict[int, int]
 """Samples by bucket. Lengths: `length_bucket`; staleness: train steps."""
 
