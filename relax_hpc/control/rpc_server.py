@@ -322,11 +322,18 @@ class RpcServer:
             num_read += 1
             self._dispatch(frames)
         if num_read:
-            for hook in self._on_drained:
-                hook()
+            self._end_turn()
         self._is_turn_planned = False
         if num_read and int(socket.events) & zmq.POLLIN:
             self._plan_turn()
+
+    def _end_turn(self) -> None:
+        try:
+            for hook in self._on_drained:
+                hook()
+        except Exception as err:  # half done: nothing after it can be trusted
+            logger.exception("service ends %s", kv(service=self.service))
+            self.fail(err)
 
     def _dispatch(self, frames: list[bytes]) -> None:
         if len(frames) != 4:

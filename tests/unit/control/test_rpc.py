@@ -352,3 +352,22 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_others(folder: RunFolder) ->
         assert _double_of(client, value) == 2 * value
     connection.socket.close(linger=0)
     server.stop()
+
+
+def test_a_service_that_cannot_end_its_turn_ends(folder: RunFolder) -> None:
+    """Its callers go on with the next start, instead of waiting for what was half done."""
+    server = RpcServer(folder, "echo", _identity(folder, role="dcs"))
+    server.register("double", Number, _double)
+    server.on_drained(lambda: 1 / 0)  # type: ignore[arg-type]
+    server.start_thread()
+    client = RpcClient(folder, "echo", _identity(folder))
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(_double_of(client, 4, 60)))
+    thread.start()
+    assert server._thread is not None
+    server._thread.join(30)
+    assert not server.is_running
+    again = _serve(folder, incarnation=2)
+    thread.join(60)
+    assert result == [8]
+    again.stop()
