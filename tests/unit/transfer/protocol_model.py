@@ -90,7 +90,8 @@ class Model:
         self.do([q.CallerSeen("rollout", engine.index, 1, 1) for engine in self.engines])
         self.do([q.CallerSeen(role, 0, 1, 1) for role in self.incarnations])
         self.do(self.rules.open_dataset(wire.OpenDataset(num_prompts, "x")))
-        self.do(self.rules.begin_train(self.caller("train"), wire.BeginTrain(self.key(), 0)))
+        self.begun = wire.BeginTrain(self.key(), 0)
+        self.do(self.rules.begin_train(self.caller("train"), self.begun))
 
     # -- the controller's side ----------------------------------------------------------------
 
@@ -180,7 +181,9 @@ class Model:
             assert slot.deadline_version <= self.config.train_steps - 1
             versions = self.now(engine.version)
             if slot.partial is not None:
-                versions |= self.saved[key_of(slot.uid)]
+                saved = self.saved[key_of(slot.uid)]
+                assert all(self.branches.get(v) == b for v, b in saved.items()), "lost tokens"
+                versions |= saved
             engine.slots[slot.uid] = versions
 
     def now(self, version: int) -> Versions:
@@ -429,7 +432,7 @@ class Model:
 
     def begin_at(self, step: int, *, is_repeated: bool, cut: wire.LedgerCut | None = None) -> None:
         """begin_train; sent twice it counts once."""
-        request = wire.BeginTrain(self.key(), step, cut)
+        self.begun = request = wire.BeginTrain(self.key(), step, cut)
         is_rollback = step < self.data.version
         for _ in range(1 + is_repeated):
             self.do(self.rules.begin_train(self.caller("train"), request))
@@ -441,6 +444,10 @@ class Model:
         for engine in self.engines:  # they load what is published, sooner or later
             engine.version = min(engine.version, step)
         assert all(g.engine_version <= step for g in self.data.groups.values())
+
+    def repeat_begin(self) -> None:
+        """The same message comes once more, late: it was done already."""
+        assert not self.rules.begin_train(self.caller("train"), self.begun)
 
     def next_attempt(self, back: int) -> None:
         """The job was requeued: all payload is gone, no prompt is."""

@@ -105,11 +105,11 @@ class Protocol(RuleBasedStateMachine):
             run.update(engine, chance.randint(1, 3))
         elif dice < 0.63:
             run.save_partial(chance)
-        elif dice < 0.83 or (dice < 0.96 and not self.tasks):
+        elif dice < 0.81 or (dice < 0.95 and not self.tasks):
             run.train(chance)
-        elif dice < 0.91:
+        elif dice < 0.89:
             run.take_rows(chance.choice(self.tasks), chance.randint(1, 8))
-        elif dice < 0.96:
+        elif dice < 0.95:
             run.put_fields(chance.choice(self.tasks), chance.randint(1, 8))
         else:
             self.mishap(chance)
@@ -117,14 +117,17 @@ class Protocol(RuleBasedStateMachine):
     def mishap(self, chance: random.Random) -> None:
         """What happens now and then in a long run."""
         run, engine, dice = self.run, chance.choice(self.engines), chance.random()
-        if dice < 0.4:
+        if dice < 0.3:
             run.reject(chance)
+        elif dice < 0.45:
+            run.kill_engine(engine, is_told=chance.random() < 0.5, is_zombie=chance.random() < 0.5)
         elif dice < 0.6:
-            run.kill_engine(engine, is_told=dice < 0.5, is_zombie=chance.random() < 0.5)
-        elif dice < 0.8:
             run.end(chance, chance.choice(["drop", "return"]))
-        elif dice < 0.9:
+        elif dice < 0.7:
             run.restart_controller()
+            run.repeat_begin()
+        elif dice < 0.88 and self.tasks:
+            run.kill_forward(chance.choice(self.tasks))
         else:
             run.restart_train(chance.choice([0, 0, 1, 2]), is_told=chance.random() < 0.5)
 
@@ -249,6 +252,7 @@ def test_any_interleaving_of_the_protocol() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_thousands_of_interleavings_of_the_protocol() -> None:
     chosen = settings(_SETTINGS, max_examples=4000, stateful_step_count=60)
     run_state_machine_as_test(Protocol, settings=chosen)
