@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -363,9 +364,10 @@ def test_a_server_that_sends_drop_by_drop_meets_the_deadline(folder: Path) -> No
     server = DataServer({"arenas": folder}, KEY, "127.0.0.1")
     server.start()
 
-    def drip(connection: object, file: int, offset: int, nbytes: int) -> None:
+    def drip(connection: Any, file: int, offset: int, nbytes: int) -> None:
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
         for _ in range(nbytes):
-            connection.socket.sendall(b"x")  # type: ignore[attr-defined]
+            connection.socket.sendall(b"x")
             time.sleep(0.01)
 
     server._send_range = drip  # type: ignore[method-assign]
