@@ -93,8 +93,26 @@ class Admission(typing.Protocol):
         ...
 
 
+class Memory(typing.Protocol):
+    """What the loop tells of `transfer.ArenaStats`."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of groups that are put and not trained yet."""
+        ...
+
+    @property
+    def blocked_s(self) -> float:
+        """Time that puts waited for memory so far."""
+        ...
+
+
 class Queue(typing.Protocol):
     """What the loop uses of `transfer.TransferQueue`. Blocking, thread-safe."""
+
+    def arena_stats(self) -> Memory | None:
+        """Return the shared memory of what this engine put; None before the first put."""
+        ...
 
     def put_group(self, slot: PromptSlot, samples: list[Sample]) -> bool:
         """Hand in a group; False: nobody wants it any more."""
@@ -197,6 +215,7 @@ class RolloutLoop:
         self._group_failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_failures: collections.Counter[int] = collections.Counter()
         self._failures_in_a_row = 0
+        self._blocked_s = 0.0
         # Long-polls occupy a thread each: admissions, and the weights.
         self._threads = concurrent.futures.ThreadPoolExecutor(24, "rollout-call")
         # Puts wait while the arena is full: weights must come all the same.
@@ -462,9 +481,17 @@ class RolloutLoop:
                 dropped=self._tally.describe_drops() or "none",
             ),
         )
-        metrics = self._tally.take()
+        metrics = self._tally.take() | self._memory_metrics()
         if metrics:
             self._parts.metrics.log(self._parts.engine.version, metrics)
+
+    def _memory_metrics(self) -> dict[str, float]:
+        """Back-pressure: how full the arena is, and how long puts waited since the last call."""
+        memory = self._parts.queue.arena_stats()
+        if memory is None:
+            return {}
+        blocked_s, self._blocked_s = memory.blocked_s - self._blocked_s, memory.blocked_s
+        return {"rollout/shm_used_mb": memory.used / 2**20, "rollout/put_blocked_s_sum": blocked_s}
 
     def _check_place(self) -> None:
         if self._parts.progress.is_replaced:

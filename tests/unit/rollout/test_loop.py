@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ class Service:
         self.ready: list[tuple[PromptSlot, list[Sample]]] = []
         self.dropped: collections.Counter[str] = collections.Counter()
         self.returned: collections.Counter[str] = collections.Counter()
+        self.blocked_s = 0.0
         self.archived: list[tuple[str, list[Sample]]] = []
         self.lengths: dict[str, list[list[int]]] = collections.defaultdict(list)
         """By reason, the response tokens of each group that was dropped or returned."""
@@ -140,6 +142,10 @@ class Service:
             self.ready.append((slot, samples))
             self.train()
         return True
+
+    def arena_stats(self) -> types.SimpleNamespace:
+        self.blocked_s += 1.5
+        return types.SimpleNamespace(used=3 << 20, blocked_s=self.blocked_s)
 
     def offer(self, slot: PromptSlot, samples: list[Sample]) -> bool:
         self.archived.append((slot.uid, samples))
@@ -366,6 +372,9 @@ def test_a_whole_run(staleness: int) -> None:
     assert not service.returned
     assert service.progress["groups"] >= 24
     names = {name for _, metrics in service.metrics for name in metrics}
+    told = [m for _, m in service.metrics if "rollout/put_blocked_s_sum" in m]
+    assert all(m["rollout/put_blocked_s_sum"] == 1.5 for m in told), "since the last time"
+    assert all(m["rollout/shm_used_mb"] == 3.0 for m in told) and len(told) >= 2
     assert {"rollout/tokens_per_s", "rollout/groups_put_sum", "rollout/accuracy_mean"} <= names
 
 
