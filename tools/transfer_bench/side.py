@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 MARK = "RELAX_BENCH_ID"
 """Environment variable that every process of a benchmark inherits: so leftovers are found."""
 _END_S = 30.0
+_ORPHAN_S = 10.0
 
 Answer = dict[str, Any]
 
@@ -107,6 +109,7 @@ class Side:
 
 def serve(handlers: Mapping[str, Callable[..., Answer]]) -> None:
     """Answer the lines of the standard input until its end; `do` names the handler."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries that print do not spoil the answers
     for line in sys.stdin:
@@ -116,6 +119,14 @@ def serve(handlers: Mapping[str, Callable[..., Answer]]) -> None:
         except Exception as err:  # noqa: BLE001 - a process boundary: the bench raises it
             answer = {"error": f"{type(err).__name__}: {err}"}
         answers.write(json.dumps(answer) + "\n")
+
+
+def _end_with(bench: int) -> None:
+    """End this process some seconds after its bench, if it still waits for something then."""
+    while os.getppid() == bench:
+        time.sleep(1.0)
+    time.sleep(_ORPHAN_S)
+    os._exit(1)
 
 
 def end_leftovers(mark: str) -> list[str]:
