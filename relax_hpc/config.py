@@ -63,6 +63,15 @@ class StalePolicy(enum.StrEnum):
     """It is trained all the same, its staleness counted; importance sampling corrects."""
 
 
+class Sampler(enum.StrEnum):
+    """How the groups of a chunk are divided over the data parallel ranks."""
+
+    BALANCED = "balanced"
+    """By tokens: all ranks finish at about the same time."""
+    FIFO = "fifo"
+    """By count, in the order of completion; the first ranks get one more where it does not fit."""
+
+
 class RdmaUse(enum.StrEnum):
     """Whether payload of other nodes is read by RDMA (package nixl)."""
 
@@ -259,6 +268,7 @@ class TrainConfig:
     """Token budget of one packed micro-batch; a longer sample gets one of its own."""
     chunks_per_step: int = 4
     """A step is fetched in this many chunks: training starts when the first is complete."""
+    sampler: Sampler = Sampler.BALANCED
     lr: float = 1e-6
     min_lr: float = -1.0
     """Learning rate at the last step (linear decay after warm-up); -1 = constant lr."""

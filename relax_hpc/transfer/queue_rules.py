@@ -7,7 +7,7 @@ controller applies and journals them. Refusals are TransferErrors, "not yet" is 
 import dataclasses
 from collections.abc import Iterable
 
-from relax_hpc.config import Config, StalePolicy
+from relax_hpc.config import Config, Sampler, StalePolicy
 from relax_hpc.control.rpc import Caller
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import queue_data as q
@@ -17,7 +17,7 @@ from relax_hpc.transfer.ledger_cut import restored_ledger
 from relax_hpc.transfer.queue_histograms import response_tokens
 from relax_hpc.transfer.queue_report import StuckLimit, report, summarize
 from relax_hpc.transfer.queue_state import QueueState
-from relax_hpc.transfer.samplers import Sampler, divide
+from relax_hpc.transfer.samplers import divide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,7 @@ class QueueRulesConfig:
             seed=config.run.seed,
             is_shuffled=config.data.shuffle,
             stale_policy=config.rollout.stale_policy,
+            sampler=config.train.sampler,
         )
 
     @property

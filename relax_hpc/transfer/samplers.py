@@ -10,11 +10,12 @@ step's end keeps it by itself (a = B then, and v grows by one). So no sample is 
 than S versions after its oldest token, and none has to be thrown away for its age.
 """
 
-import enum
 import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+
+from relax_hpc.config import Sampler
 
 
 class Window:
@@ -123,15 +124,6 @@ class Window:
 
 _MAX_DIFFERENCING = 20_000
 """Groups x ranks up to which the second heuristic is tried: 5 ms of the controller's time."""
-
-
-class Sampler(enum.StrEnum):
-    """How the groups of a chunk are divided over the data parallel ranks."""
-
-    BALANCED = "balanced"
-    """By tokens: all ranks finish at about the same time."""
-    FIFO = "fifo"
-    """By count, in the order of completion; the first ranks get one more where it does not fit."""
 
 
 def divide(

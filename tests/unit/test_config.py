@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 
 from relax_hpc import config as config_module
-from relax_hpc.config import Layout, Mode, config_from_json, config_to_json, load_recipe
+from relax_hpc.config import (
+    Layout,
+    Mode,
+    Sampler,
+    StalePolicy,
+    config_from_json,
+    config_to_json,
+    load_recipe,
+)
 from relax_hpc.errors import ConfigError
 from relax_hpc.ranges import RANGES
+from relax_hpc.transfer.queue_rules import QueueRulesConfig
 
 RECIPE = """
 [run]
@@ -96,6 +105,7 @@ def test_a_text_key_takes_any_word(recipe: Path, text: str) -> None:
         ("transfer.streams=65", "must be in 1 .. 64"),
         ("transfer.put_timeout_s=nan", "must be > 0"),
         ("transfer.rdma=maybe", "Invalid enum value"),
+        ("train.sampler=random", "Invalid enum value"),
         ("rollout.stale_policy=keep", "Invalid enum value"),
         ("model.dtype=float8", "valid are float32, bfloat16"),
     ],
@@ -104,6 +114,13 @@ def test_impossible_values_say_what_is_valid(recipe: Path, override: str, expect
     with pytest.raises(ConfigError, match=re.escape(expected)) as error:
         load_recipe(recipe, [override])
     assert error.value.exit_code == 2
+
+
+def test_the_queue_gets_its_part_of_the_recipe(recipe: Path) -> None:
+    choices = ["train.sampler=fifo", "rollout.stale_policy=drop", "train.chunks_per_step=2"]
+    rules = QueueRulesConfig.from_config(load_recipe(recipe, choices))
+    assert (rules.sampler, rules.stale_policy) == (Sampler.FIFO, StalePolicy.DROP)
+    assert (rules.groups_per_step, rules.group_size, rules.chunks_per_step) == (8, 4, 2)
 
 
 def test_every_number_has_a_range() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer.samplers import Sampler, Window, _longest_first, balance, divide
+from relax_hpc.config import Sampler
+from relax_hpc.transfer.samplers import Window, _longest_first, balance, divide
 
 
 def _can_all_be_trained(deadlines: list[int], version: int, assigned: int, per_step: int) -> bool:
