@@ -30,8 +30,14 @@ from relax_hpc.transfer.transfer_queue import TransferQueue
 NUM_PROMPTS = 64
 GROUP_SIZE = 2
 DROPPED = "uninformative"
-CONFIG = TransferConfig(extent_mb=4, arena_mb=16, put_timeout_s=120)
-"""Less memory than the groups in flight may need: producers wait now and then."""
+
+
+def settings_of(me: Identity) -> tuple[QueueRulesConfig, TransferConfig, float]:
+    """Return the queue's rules, the transfer section, and how long a chunk takes."""
+    chaos = json.loads((me.run.path / "chaos.json").read_text())
+    # Less memory than the groups in flight may need: producers wait now and then.
+    transfer = TransferConfig(extent_mb=4, put_timeout_s=120, **chaos["transfer"])
+    return rules(chaos["train_steps"]), transfer, chaos["chunk_s"]
 
 
 def rules(train_steps: int) -> QueueRulesConfig:
@@ -105,13 +111,13 @@ def check_row(row: Row) -> None:
 
 def dcs(me: Identity) -> None:
     """Rank 0: the controller and the agent of its node; other ranks: only an agent."""
-    agent = NodeAgent(me, CONFIG)
+    config, transfer, _ = settings_of(me)
+    agent = NodeAgent(me, transfer)
     agent.start()
     stopped: list[int] = []
     if me.rank == 0:
         server = RpcServer(me.run, wire.SERVICE, me)
-        settings = json.loads((me.run.path / "chaos.json").read_text())
-        QueueController(server, me, rules(settings["train_steps"]))
+        QueueController(server, me, config)
         server.start_thread()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -128,7 +134,7 @@ def dcs(me: Identity) -> None:
 def rollout(me: Identity) -> None:
     """An engine that lags behind, and is sometimes slow."""
     chance = random.Random(100 * me.index + me.incarnation)
-    queue = TransferQueue(me, config=CONFIG)
+    queue = TransferQueue(me, config=settings_of(me)[1])
     queue.open_dataset(NUM_PROMPTS, "data")
     while True:
         version = max(0, queue.status().version - chance.randint(0, 1))
@@ -149,7 +155,7 @@ def rollout(me: Identity) -> None:
 def ref(me: Identity) -> None:
     """Adds a field to every row."""
     chance = random.Random(me.incarnation)
-    queue = TransferQueue(me, config=CONFIG)
+    queue = TransferQueue(me, config=settings_of(me)[1])
     while not (me.run.path / "done").exists():
         rows = queue.take_rows("ref", chance.randint(1, 6), 0.3)
         if not rows:
@@ -182,9 +188,8 @@ def _put_ref(queue: TransferQueue, rows: list[Row]) -> bool:
 
 def train(me: Identity) -> None:
     """Takes, checks every byte, trains, saves, acknowledges."""
-    queue = TransferQueue(me, config=CONFIG)
-    settings = json.loads((me.run.path / "chaos.json").read_text())
-    config = rules(settings["train_steps"])
+    config, transfer, chunk_s = settings_of(me)
+    queue = TransferQueue(me, config=transfer)
     checkpoint = me.run.path / "checkpoint"
     begin, cut = 0, None
     if checkpoint.exists():
@@ -196,7 +201,7 @@ def train(me: Identity) -> None:
         for index in range(config.chunks_per_step):
             rows += queue.take_chunk(step, index, 0, 1, 100.0).rows
             _check(rows, step, config.max_staleness)
-            time.sleep(settings["chunk_s"])
+            time.sleep(chunk_s)
         _check(rows, step, config.max_staleness)  # views stay as they are until the step is told
         summary = queue.complete_step(step)
         assert 0 <= summary.staleness_max <= config.max_staleness

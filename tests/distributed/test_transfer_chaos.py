@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from relax_hpc.control.rpc import create_keys
 from relax_hpc.runfolder import RunFolder, create_run_folder
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
+from relax_hpc.transfer.leftovers import SHM, FolderState, scan
 from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 from relax_hpc.transfer.transfer_queue import TransferQueue
 from tests.distributed.chaos_process import DROPPED, NUM_PROMPTS, is_dropped, rules
@@ -44,6 +45,9 @@ PLACES = {
 }
 """Name -> role, index, rank, node."""
 
+MEMORY = {"arena_mb": 16}
+SPILL = {"arena_mb": 4, "spill_mb": 512}
+
 _DEADLINE_S = 240.0
 """Against hanging only."""
 
@@ -51,14 +55,21 @@ _DEADLINE_S = 240.0
 class World:
     """Starts, kills and restarts processes; counts incarnations as the supervisor does."""
 
-    def __init__(self, folder: RunFolder, train_steps: int, nodes: TwoNodes | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        train_steps: int,
+        nodes: TwoNodes | None = None,
+        memory: Mapping[str, int] = MEMORY,
+    ) -> None:
         """With `nodes` its processes live in two network namespaces, else on the loopback."""
         self.folder, self.train_steps, self.nodes = folder, train_steps, nodes
         self.incarnations: collections.Counter[str] = collections.Counter()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.num_breaks = 0
         # While the cable is cut the near engine alone may go on: the run must not end meanwhile.
-        settings = {"train_steps": train_steps, "chunk_s": 0.01 if nodes is None else 0.1}
+        chunk_s = 0.01 if nodes is None and memory is MEMORY else 0.1
+        settings = {"train_steps": train_steps, "chunk_s": chunk_s, "transfer": dict(memory)}
         (folder.path / "chaos.json").write_text(json.dumps(settings))
 
     def start(self, name: str) -> None:
@@ -190,10 +201,12 @@ def _chaos(
     seed: int,
     break_something: Callable[[World, random.Random], None],
     nodes: TwoNodes | None = None,
+    memory: Mapping[str, int] = MEMORY,
 ) -> World:
     """Break something at random moments of a run, each time after it made a step again."""
     num_breaks, chance = _num_breaks(), random.Random(seed)
-    world = World(folder, 6 + (2 if nodes is None else 30) * num_breaks, nodes)
+    steps_per_break = 30 if nodes is not None else 2 if memory is MEMORY else 15
+    world = World(folder, 6 + steps_per_break * num_breaks, nodes, memory)
     try:
         for name in PLACES:
             world.start(name)
@@ -248,6 +261,53 @@ def _tell(world: World, role: str, index: int, incarnation: int) -> None:
     supervisor = TransferQueue(observer_identity(world.folder), grace_s=60)
     supervisor.release_producer(role, index, incarnation)
     supervisor.close()
+
+
+@pytest.mark.timeout(1800)
+def test_killed_at_random_moments_while_payload_spills(folder: RunFolder) -> None:
+    """The arena holds two or three groups, the others go through files of the spill."""
+    seen: list[Path] = []
+    kill = _kill_and_restart(*PLACES)
+
+    def break_something(world: World, chance: random.Random) -> None:
+        deadline = time.monotonic() + 2
+        while not (found := _spilled(folder)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.extend(found)
+        kill(world, chance)
+
+    _chaos(folder, 9, break_something, memory=SPILL)
+    assert seen, "nothing was spilled"
+    assert not _spilled(folder), "segments of trained groups are removed"
+
+
+def _spilled(folder: RunFolder) -> list[Path]:
+    return [path for path in (folder.path / "spill").rglob("*.s*") if path.is_file()]
+
+
+@pytest.mark.timeout(1800)
+def test_all_killed_at_once_leave_what_doctor_knows_as_dead(folder: RunFolder) -> None:
+    chance = random.Random(10)
+    for attempt in range(8 if os.environ.get("RELAX_TEST_LONG") == "1" else 2):
+        world = World(folder, 1000)
+        try:
+            for name in PLACES:
+                world.start(name)
+            world.wait_for_steps(1 + attempt % 2)
+            time.sleep(chance.random())
+        finally:
+            world.stop()
+        assert _shm_of(folder, "n1"), "a killed run leaves its memory"
+        ours = {str(folder.shm(node)) for node in ("n1", "n2")}
+        found = [left for left in scan(SHM, min_age_s=0.0) if str(left.path) in ours]
+        assert found and all(left.state is FolderState.DEAD for left in found), found
+        for left in found:  # not by examine(clean=True): other runs of this machine may restart
+            shutil.rmtree(left.path)
+        assert not _shm_of(folder, "n1") and not _shm_of(folder, "n2")
+        for path in folder.path.glob("trained*"):
+            path.unlink()
+        shutil.rmtree(folder.journal)
+        folder.journal.mkdir()
 
 
 def _lose_node(world: World, chance: random.Random) -> None:
