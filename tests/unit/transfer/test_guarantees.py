@@ -17,7 +17,7 @@ client, controller and agent.
  8 staleness without length bias   test_protocol: q8 and all; test_samplers: feasible_means
  9 integrity                       test_block: every_flipped_bit_is_seen; test_reader:
                                    one_flipped_bit; test_transfer_queue: corrupt_payload; here: q9
-10 restart of each role            test_kills; test_transfer_chaos: any, controller, agent
+10 restart of each role            test_kills; test_transfer_chaos: any, controller, agent, requeued
 11 node loss                       test_transfer_chaos: node
 12 order, whole groups             test_protocol: q12; test_samplers: first_come_first_served
 13 any value, bit equal            test_block: any_rows_round_trip; test_reader: every_kind; q13
@@ -140,7 +140,7 @@ def test_q1_a_producer_killed_in_a_put_leaves_a_whole_group_or_none_and_no_memor
     serve(dataclasses.replace(RULES, groups_per_step=8, max_staleness=2, train_steps=40))
     train, chance = connect(who("train")), random.Random(1)
     train.begin_train(0)
-    num_kills = 20 if os.environ.get("RELAX_TEST_LONG") == "1" else 4
+    num_kills = 20 if os.environ.get("RELAX_TEST_LONG") == "1" else 3
     for step in range(num_kills):
         process = producer(who, incarnation=step + 1)
         time.sleep(chance.random() * 0.1)
