@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -77,9 +78,12 @@ def fill(queue: TransferQueue, version: int, num_groups: int) -> list[PromptSlot
 
 
 def train_step(train: TransferQueue, step: int) -> list[Row]:
+    """Return copies: the views end with the step."""
     rows: list[Row] = []
     for index in range(RULES.chunks_per_step):
-        rows += train.take_chunk(step, index, 0, 1, 60.0).rows
+        for row in train.take_chunk(step, index, 0, 1, 60.0).rows:
+            fields = {name: np.array(value) for name, value in row.fields.items()}
+            rows.append(msgspec.structs.replace(row, fields=fields))
     train.complete_step(step)
     return rows
 
