@@ -33,7 +33,7 @@ from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 from relax_hpc.transfer.transfer_queue import TransferQueue
 from tests.distributed.chaos_process import DROPPED, NUM_PROMPTS, is_dropped, rules
 from tests.netns import TwoNodes, two_nodes, why_not
-from tests.unit.transfer.protocol_model import admitted_prompts, key_of, trained_uids
+from tests.unit.transfer.state_view import admitted_prompts, key_of, trained_uids
 
 PLACES = {
     "dcs0": ("dcs", 0, 0, "n1"),

@@ -6,10 +6,8 @@ out, blocks kept and steps completed; the `check_*` methods compare this with th
 """
 
 import collections
-import dataclasses
 import itertools
 import random
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -19,38 +17,25 @@ from relax_hpc.control.rpc import Caller
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import queue_data as q
 from relax_hpc.transfer import wire
-from relax_hpc.transfer.ledger import Ledger, LedgerData
 from relax_hpc.transfer.ledger_cut import cut_ledger
 from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 
+from .state_view import (
+    Block,
+    Checkpoint,
+    Engine,
+    Key,
+    Versions,
+    admitted_prompts,
+    canonical,
+    decisions,
+    key_of,
+    place_of,
+    trained_uids,
+)
+
 NUM_ENGINES = 3
 TASKS = {"ref": "ref_logprobs", "logprob": "train_logprobs"}
-Key = tuple[int, int]
-Block = tuple[str, int, int]
-Versions = dict[int, int]
-"""Policy versions that generated a group's tokens, each with its branch (see `Model.branches`)."""
-
-
-@dataclasses.dataclass
-class Engine:
-    """One rollout engine as the outside sees it."""
-
-    index: int
-    incarnation: int = 1
-    version: int = 0
-    key: str = ""
-    """Of the admit whose reply got lost; asked again with it."""
-    slots: dict[str, Versions] = dataclasses.field(default_factory=dict)
-    """Uid -> versions that its tokens have so far."""
-
-
-class Checkpoint(NamedTuple):
-    """The ledger's cut, and what the world knew then."""
-
-    cut: wire.LedgerCut
-    dropped: dict[Key, str]
-    trained: dict[int, list[str]]
-    branches: Versions
 
 
 class Model:
@@ -132,7 +117,9 @@ class Model:
             state.apply(msgspec.json.decode(line, type=q.AnyEvent))
         again = QueueRules(self.config, state)
         assert canonical(again.state.data) == canonical(self.data)
-        assert self.decisions(again) == self.decisions(self.rules)
+        callers = {role: self.caller(role) for role in self.incarnations}
+        callers["rollout"] = self.caller("rollout", self.engines[0])
+        assert decisions(again, callers) == decisions(self.rules, callers)
         live, self.rules = self.free(), again
         # Collections are not journalled: told again, the owner of the block takes no notice.
         assert set(live) <= set(self.free()) <= set(live) | self.collected
@@ -141,21 +128,6 @@ class Model:
     def rotate_journal(self) -> None:
         """A new file begins with a snapshot."""
         self.snapshot, self.journal = msgspec.json.encode(self.data), []
-
-    def decisions(self, rules: QueueRules) -> list[object]:
-        """What would be answered now: indexes that the data does not show must agree too."""
-        data, engine = rules.state.data, self.caller("rollout", self.engines[0])
-        admit = rules.admit(engine, wire.Admit("probe", data.version, 99, 0.0))
-        answers: list[object] = [admit, msgspec.structs.replace(rules.status(0.0), num_free=0)]
-        if data.version < self.config.train_steps:
-            dp_size = len(data.chunks[0].shares) if data.chunks else 1
-            index = min(len(data.chunks), self.config.chunks_per_step - 1)
-            chunk = wire.TakeChunk(data.version, index, 0, dp_size, 0.0)
-            answers.append(rules.decide_chunk(self.caller("train"), chunk))
-        for task in self.config.task_fields:
-            taken = rules.take_rows(self.caller(task), wire.TakeRows(task, "probe", 999, 0.0))
-            answers.append(taken and sorted(taken.rows))
-        return answers
 
     # -- rollout ------------------------------------------------------------------------------
 
@@ -626,36 +598,3 @@ class Model:
         elif not self.rules.is_done:
             self.dp_size = len(self.data.chunks[0].shares) if self.data.chunks else 1
             self.take(self.data.version, len(self.taken))
-
-
-def key_of(uid: str) -> Key:
-    """(epoch, prompt index) of an uid."""
-    epoch, prompt_index, _ = uid.split(".")
-    return int(epoch), int(prompt_index)
-
-
-def place_of(block: wire.BlockRef) -> Block:
-    """What names a block for ever."""
-    return block.extent, block.offset, block.epoch
-
-
-def canonical(data: q.QueueData) -> object:
-    """Plain data in which the order of sets does not matter; free blocks are compared apart."""
-    tree = msgspec.json.decode(msgspec.json.encode(data))
-    del tree["free"]
-    for group in tree["groups"].values():
-        group["leased"] = {task: clients for task, clients in group["leased"].items() if clients}
-    return tree
-
-
-def trained_uids(ledger: LedgerData) -> dict[int, list[str]]:
-    """Uids by train step, sorted."""
-    view = Ledger(ledger, 0, is_shuffled=False)
-    return {step: sorted(view.trained_uids(step)) for step in ledger.trained}
-
-
-def admitted_prompts(config: QueueRulesConfig, num_prompts: int, position: int) -> set[Key]:
-    """What the cursor went over: (epoch, prompt index)."""
-    data = LedgerData(num_prompts=num_prompts, fingerprint="x")
-    tickets, _ = Ledger(data, config.seed, config.is_shuffled).peek(position)
-    return {(ticket.epoch, ticket.prompt_index) for ticket in tickets}

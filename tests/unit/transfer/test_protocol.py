@@ -35,7 +35,8 @@ from relax_hpc.transfer import wire
 from relax_hpc.transfer.queue_data import Event, QueueData
 from relax_hpc.transfer.queue_rules import QueueRules, QueueRulesConfig
 
-from .protocol_model import NUM_ENGINES, TASKS, Engine, Model, key_of
+from .protocol_model import NUM_ENGINES, TASKS, Model
+from .state_view import Engine, key_of
 
 which = st.integers(0, NUM_ENGINES - 1)
 seeds = st.integers(0, 7)
