@@ -101,8 +101,7 @@ class NodeAgent:
         if remove:
             shutil.rmtree(self._folder, ignore_errors=True)
             logger.info("removed %s", kv(folder=self._folder))
-            if not any(segments(self._spill)):  # else a resumed run may want what was spilled
-                shutil.rmtree(self._spill, ignore_errors=True)
+            shutil.rmtree(self._spill, ignore_errors=True)
 
     def _spawn(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -123,6 +122,8 @@ class NodeAgent:
         if owner is not None and owner.attempt < me.attempt:
             for area in AREAS:
                 shutil.rmtree(self._folder / area, ignore_errors=True)
+            # A new attempt generates again what was in flight: nobody will read it.
+            shutil.rmtree(self._spill, ignore_errors=True)
         for area in AREAS:
             open_shm_folder(self._folder / area)
         write_owner(self._folder, me)

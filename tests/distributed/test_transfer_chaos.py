@@ -279,7 +279,7 @@ def test_killed_at_random_moments_while_payload_spills(folder: RunFolder) -> Non
 
     _chaos(folder, 9, break_something, memory=SPILL)
     assert seen, "nothing was spilled"
-    # Segments of dead producers go with the next sweep; at the end of a run none comes.
+    assert not _spilled(folder), "segments outlive the run"
 
 
 def _spilled(folder: RunFolder) -> list[Path]:

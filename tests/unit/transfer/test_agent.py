@@ -1,5 +1,6 @@
 """Node agent: reservations, adoption, sweeps, clean shutdown, folders of dead runs."""
 
+import dataclasses
 import os
 import shutil
 import socket
@@ -312,6 +313,25 @@ def test_spill_segments_of_the_dead_are_swept_with_their_index(
     assert left == {"00000bad.s2", "00000bad.s2.index", "00000a1e.s1", "00000a1e.s1.index"}
     assert [one.state for one in scan(tmp_path / "disk")] == [FolderState.LIVE]
     client.close()
+    agent.close(remove=True)
+    assert not spill.exists(), "what was spilled outlives an orderly end"
+
+
+def test_spill_of_an_earlier_attempt_is_removed(
+    who: Who, start_agent: StartAgent, folder: RunFolder, tmp_path: Path
+) -> None:
+    """A requeued run generates again what was in flight; nobody reads the old segments."""
+    config = TransferConfig(spill_mb=10, spill_folder=str(tmp_path / "disk"))
+    start_agent(config=config).close(remove=False)
+    old = spill_folder(folder, "n1", config.spill_folder) / "rollout0.0-1.1-00000a1e.s1"
+    old.write_bytes(stamp_of(DEAD).ljust(4096, b"\0"))
+    newer = NodeAgent(dataclasses.replace(who("dcs"), attempt=2), config)
+    newer.start()
+    try:
+        assert not old.exists()
+        assert old.parent.exists()
+    finally:
+        newer.close(remove=True)
 
 
 def test_a_refused_reservation_calls_for_a_sweep(
