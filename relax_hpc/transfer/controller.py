@@ -38,7 +38,8 @@ from relax_hpc.transfer.waiting_room import Waiter, WaitingRoom
 logger = logging.getLogger(__name__)
 
 _ROTATE_EVENTS = 100_000
-"""Start a new journal file after so many events: a restart replays at most these."""
+"""Start a new journal file after so many events, puts of groups counted singly: a restart replays
+at most these."""
 
 
 class QueueController:
@@ -53,7 +54,8 @@ class QueueController:
             identity.run.journal, wire.SERVICE, identity.attempt, identity.incarnation
         )
         self._commit = GroupCommit(self._journal)
-        self._num_rotated = 0
+        self._num_events = 0
+        """Since the journal file began."""
         self._room = WaitingRoom()
         self._last: list[Done] = []
         server.on_start(self._restore)
@@ -130,6 +132,7 @@ class QueueController:
             line = encode_line(event)  # before it is applied: the state may keep parts of it
             state.apply(event)
             commit.append_line(line)
+            self._num_events += len(event.groups) if isinstance(event, q.GroupsPut) else 1
 
     def _reply(self, responder: Responder, reply: msgspec.Struct | None) -> None:
         """Answer when everything decided so far is on disk; rendered now, the state goes on."""
@@ -161,8 +164,8 @@ class QueueController:
         last, self._last = self._last, []
         for done in last:
             self._commit.when_durable(done)
-        if self._commit.num_appended - self._num_rotated >= _ROTATE_EVENTS:
-            self._num_rotated = self._commit.num_appended
+        if self._num_events >= _ROTATE_EVENTS:
+            self._num_events = 0
             self._commit.rotate_soon(lambda: self._rules.state.data)
         self._commit.commit()
 
@@ -245,13 +248,8 @@ class QueueController:
         return True
 
     def _put_groups(self, caller: Caller, request: wire.PutGroups, responder: Responder) -> None:
-        results, now, rules = [], time.time(), self._rules
-        for group in request.groups:
-            rules.check_rows(group)
-        for group in request.groups:
-            reply, events = rules.put_group(group, now)
-            self._apply(events)
-            results.append(reply)
+        results, events = self._rules.put_groups(request.groups, time.time())
+        self._apply(events)
         self._reply_last(responder, wire.StoredGroups(results))
 
     def _save_partial(

@@ -1,7 +1,5 @@
 """Which blocks of payload are in use, and which their producers may free."""
 
-import collections
-
 from relax_hpc.transfer.wire import BlockRef, arena_of
 
 FreeBlock = tuple[str, int, int]
@@ -13,16 +11,17 @@ class BlockIndex:
     def __init__(self, free: dict[str, set[FreeBlock]]) -> None:
         """`free` is the part of the state that is kept over restarts: arena -> free blocks."""
         self._free = free
-        self._users: collections.Counter[FreeBlock] = collections.Counter()
-        self._extents: collections.Counter[str] = collections.Counter()
+        self._users: dict[FreeBlock, int] = {}
+        self._extents: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._users)
 
-    def use(self, ref: BlockRef) -> None:
-        """One more group (or prompt with saved tokens) needs the block."""
-        self._users[(ref.extent, ref.offset, ref.epoch)] += 1
-        self._extents[ref.extent] += 1
+    def use(self, ref: BlockRef, num_users: int = 1) -> None:
+        """More groups (or prompts with saved tokens) need the block."""
+        key = (ref.extent, ref.offset, ref.epoch)
+        self._users[key] = self._users.get(key, 0) + num_users
+        self._extents[ref.extent] = self._extents.get(ref.extent, 0) + num_users
 
     def release(self, ref: BlockRef) -> str | None:
         """One user less; returns the arena when the block is free now."""

@@ -9,7 +9,7 @@ import enum
 import msgspec
 
 from relax_hpc.transfer.ledger import LedgerData, Partial, Ticket
-from relax_hpc.transfer.wire import BlockRef, Histograms, Rows, Slot, StepSummary
+from relax_hpc.transfer.wire import BlockRef, GroupInfo, Histograms, Rows, Slot, StepSummary
 
 RowKeys = tuple[str, list[int]]
 """Rows of one group: (uid, sample indices)."""
@@ -152,8 +152,15 @@ class Admitted(Event, tag="admit"):
     """By uid: saved tokens are given back, and this smaller deadline counts."""
 
 
+class GroupsPut(Event, tag="puts", gc=False):
+    """Groups are complete as far as their engine is concerned; one event for a whole message."""
+
+    groups: list[GroupInfo]
+    at: float
+
+
 class GroupPut(Event, tag="put", gc=False):
-    """A group is complete as far as its engine is concerned."""
+    """One group; only in journals of earlier versions."""
 
     uid: str
     block: BlockRef
@@ -265,6 +272,7 @@ AnyEvent = (
     | ProducerLost
     | DatasetOpened
     | Admitted
+    | GroupsPut
     | GroupPut
     | FieldsPut
     | PartialSaved

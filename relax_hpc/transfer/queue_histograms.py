@@ -3,10 +3,12 @@
 Training on what finishes first favours short answers; these counts show whether that happens.
 """
 
-from collections.abc import Sequence
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
 from operator import sub
 
-from relax_hpc.transfer.wire import Histogram, Histograms, Rows, StepSummary, length_bucket
+from relax_hpc.transfer.wire import Histogram, Histograms, Rows, StepSummary
 
 
 def response_tokens(rows: Rows) -> list[int]:
@@ -14,19 +16,16 @@ def response_tokens(rows: Rows) -> list[int]:
     return list(map(sub, rows.num_tokens, rows.num_prompt_tokens))
 
 
-def histogram_of(lengths: Sequence[int]) -> Histogram:
-    """Count lengths by bucket."""
-    counts: Histogram = {}
-    for bucket in map(length_bucket, lengths):
-        counts[bucket] = counts.get(bucket, 0) + 1
-    return counts
+def histogram_of(lengths: Iterable[int]) -> Histogram:
+    """Count lengths by `length_bucket`."""
+    return dict(collections.Counter(map(int.bit_length, lengths)))
 
 
-def count_generated(histograms: Histograms, rows: Rows) -> None:
-    """A group was put."""
-    counts = histograms.generated
-    for bucket in map(int.bit_length, map(sub, rows.num_tokens, rows.num_prompt_tokens)):
-        counts[bucket] = counts.get(bucket, 0) + 1
+def count_generated(histograms: Histograms, groups: Sequence[Rows]) -> None:
+    """Groups were put."""
+    num_tokens = itertools.chain.from_iterable([rows.num_tokens for rows in groups])
+    num_prompt_tokens = itertools.chain.from_iterable([rows.num_prompt_tokens for rows in groups])
+    _add(histograms.generated, histogram_of(map(sub, num_tokens, num_prompt_tokens)))
 
 
 def count_ended(

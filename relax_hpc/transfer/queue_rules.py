@@ -5,7 +5,7 @@ controller applies and journals them. Refusals are TransferErrors, "not yet" is 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from relax_hpc.config import Config, Sampler, StalePolicy
 from relax_hpc.control.rpc import Caller
@@ -86,6 +86,7 @@ def client_of(caller: Caller) -> str:
 
 _REFUSED = wire.Stored(is_kept=False, is_wanted=False)
 _KEPT = wire.Stored(is_kept=True, is_wanted=True)
+_GENERATING = q.Phase.GENERATING
 
 
 class QueueRules:
@@ -94,6 +95,8 @@ class QueueRules:
     def __init__(self, config: QueueRulesConfig, state: QueueState) -> None:
         self.config = config
         self.state = state
+        self._whole = list(range(config.group_size))
+        """Samples of a whole group, for replies."""
 
     @property
     def is_done(self) -> bool:
@@ -176,39 +179,58 @@ class QueueRules:
         return given
 
     def put_group(self, info: wire.GroupInfo, now: float) -> tuple[wire.Stored, list[q.Event]]:
-        """Accept a group once; refuse what nobody waits for.
+        """One group of `put_groups`."""
+        results, events = self.put_groups([info], now)
+        return results[0], events
+
+    def put_groups(
+        self, infos: Sequence[wire.GroupInfo], now: float
+    ) -> tuple[list[wire.Stored], list[q.Event]]:
+        """Accept each group once; refuse what nobody waits for.
 
         Args:
-            info: the group.
+            infos: the groups of one message.
             now: seconds since 1970.
+
+        Raises:
+            TransferError: rows of a group have another shape than those of this run; none is put.
         """
+        results: list[wire.Stored] = []
+        kept: dict[str, wire.GroupInfo] = {}
+        ended: dict[str, q.Event] = {}
+        for info in infos:
+            self._check_rows(info)
+            first = kept.get(info.uid)
+            if first is not None:  # the same group twice in one message
+                results.append(wire.Stored(info.block == first.block, True))
+                continue
+            reply, event = self._decide_put(info)
+            if event is not None:
+                ended.setdefault(info.uid, event)
+            elif reply is _KEPT:
+                kept[info.uid] = info
+            results.append(reply)
+        put: list[q.Event] = [q.GroupsPut(list(kept.values()), now)] if kept else []
+        return results, [*put, *ended.values()]
+
+    def _decide_put(self, info: wire.GroupInfo) -> tuple[wire.Stored, q.Event | None]:
+        """Return the answer, and how the group ends if it does; _KEPT: it is to be put."""
         group = self.state.data.groups.get(info.uid)
         if group is None:
-            return _REFUSED, []
-        if group.phase is not q.Phase.GENERATING:
-            return wire.Stored(info.block in group.blocks, True), []
-        self.check_rows(info)
+            return _REFUSED, None
+        if group.phase is not _GENERATING:
+            return wire.Stored(info.block in group.blocks, True), None
         if self._is_lost(group, info.newest_version):
-            return _REFUSED, [q.DispatchedAgain([info.uid], "rollback")]
+            return _REFUSED, q.DispatchedAgain([info.uid], "rollback")
         ended = self._beyond_the_bound(group, info)
-        if ended is not None:
-            return _REFUSED, [ended]
-        event = q.GroupPut(
-            info.uid, info.block, info.rows, info.oldest_version, info.newest_version, now
-        )
-        return _KEPT, [event]
+        return (_KEPT, None) if ended is None else (_REFUSED, ended)
 
     def _is_lost(self, group: q.Group, newest_version: int) -> bool:
         """Whether tokens of this version may come from weights of a branch that is gone."""
         limit = self.state.data.version
         return newest_version > (limit if group.lost_after < 0 else min(group.lost_after, limit))
 
-    def check_rows(self, info: wire.GroupInfo) -> None:
-        """Refuse what can be no group of this run.
-
-        Raises:
-            TransferError: wrong number of rows, or columns of different length.
-        """
+    def _check_rows(self, info: wire.GroupInfo) -> None:
         rows, size = info.rows, self.config.group_size
         if not (
             len(rows.num_tokens) == len(rows.num_prompt_tokens) == len(rows.finish_reasons) == size
@@ -319,7 +341,7 @@ class QueueRules:
         assert rows is not None, f"group {uid} is not put"
         size = self.config.group_size
         if samples is None or len(samples) == len(rows):
-            return wire.GroupRows(uid, size, list(range(len(rows))), rows, group.blocks)
+            return wire.GroupRows(uid, size, self._whole, rows, group.blocks)
         return wire.GroupRows(uid, size, samples, rows.pick(samples), group.blocks)
 
     # -- train --------------------------------------------------------------------------------

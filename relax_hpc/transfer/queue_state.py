@@ -14,11 +14,13 @@ from relax_hpc.transfer.ledger import LIFE, LIVES, Ledger, Partial, Ticket
 from relax_hpc.transfer.queue_blocks import BlockIndex
 from relax_hpc.transfer.queue_histograms import count_ended, count_generated, count_trained
 from relax_hpc.transfer.samplers import Window
-from relax_hpc.transfer.wire import BlockRef, Slot
+from relax_hpc.transfer.wire import BlockRef, GroupInfo, Slot
 
 SLOTS, READY, CHUNKS = "slots", "ready", "chunks"
 """What waiting requests wait for; `QueueState.changed` collects what an event touched. READY: a
 chunk might be decided; CHUNKS: one was, or chunks changed."""
+_WAITING, _READY, _ASSIGNED = q.Phase.WAITING, q.Phase.READY, q.Phase.ASSIGNED
+"""Each look into an enum class costs as much as a call."""
 
 
 def rows_signal(task: str) -> str:
@@ -154,21 +156,23 @@ class QueueState:
         self.data.admissions[event.client] = q.Grant(event.key, slots=slots)
 
     @_apply.register
+    def _(self, event: q.GroupsPut) -> None:
+        block, num_users = event.groups[0].block, 0
+        for info in event.groups:
+            if info.block != block:
+                self.blocks.use(block, num_users)
+                block, num_users = info.block, 0
+            num_users += 1
+            self._put(info, block, event.at)  # groups of one block keep one object of it
+        self.blocks.use(block, num_users)
+        count_generated(self.data.histograms, [info.rows for info in event.groups])
+
+    @_apply.register
     def _(self, event: q.GroupPut) -> None:
-        group = self.data.groups[event.uid]
-        group.rows, group.put_at = event.rows, event.at
-        group.oldest_version, group.newest_version = event.oldest_version, event.newest_version
-        group.num_tokens = sum(event.rows.num_tokens)
-        self._use(group, event.block)
-        self._set_partial(group, None)
-        count_generated(self.data.histograms, event.rows)
-        group.phase = q.Phase.WAITING
-        for task in self.task_fields:
-            samples = list(range(len(event.rows.num_tokens)))
-            group.missing[task] = samples
-            self.pending[task][event.uid] = samples.copy()
-            self.changed.add(rows_signal(task))
-        self._check_ready(group)
+        info = GroupInfo(
+            event.uid, event.block, event.rows, event.oldest_version, event.newest_version
+        )
+        self.apply(q.GroupsPut([info], event.at))
 
     @_apply.register
     def _(self, event: q.FieldsPut) -> None:
@@ -185,7 +189,7 @@ class QueueState:
             if len(group.missing[task]) < before:
                 self._end_leases(group, task, done)
                 self._use(group, event.block)
-                self._check_ready(group)
+                self._check_ready(uid, group)
 
     @_apply.register
     def _(self, event: q.PartialSaved) -> None:
@@ -300,6 +304,23 @@ class QueueState:
 
     # -- parts of events ----------------------------------------------------------------------
 
+    def _put(self, info: GroupInfo, block: BlockRef, at: float) -> None:
+        uid, rows = info.uid, info.rows
+        group = self.data.groups[uid]
+        group.rows, group.put_at = rows, at
+        group.oldest_version, group.newest_version = info.oldest_version, info.newest_version
+        group.num_tokens = sum(rows.num_tokens)
+        group.blocks.append(block)
+        if group.partial is not None:
+            self._set_partial(group, None)
+        group.phase = _WAITING
+        for task in self.task_fields:
+            samples = list(range(len(rows.num_tokens)))
+            group.missing[task] = samples
+            self.pending[task][uid] = samples.copy()
+            self.changed.add(rows_signal(task))
+        self._check_ready(uid, group)
+
     def _lose_producer(self, role: str, index: int, last_incarnation: int) -> None:
         """Dispatch again what incarnations up to `last_incarnation` had not put."""
         lost = [
@@ -319,18 +340,18 @@ class QueueState:
                 if group.partial is not None and group.partial.newest_version > step:
                     self._set_partial(group, None)
 
-    def _check_ready(self, group: q.Group) -> None:
-        if group.phase is q.Phase.WAITING and not any(group.missing.values()):
-            group.phase = q.Phase.READY
+    def _check_ready(self, uid: str, group: q.Group) -> None:
+        if group.phase is _WAITING and not any(group.missing.values()):
+            group.phase = _READY
             self.data.ready_count += 1
             group.ready_order = self.data.ready_count
-            self.window.set_ready(group.ticket.uid, group.deadline)
+            self.window.set_ready(uid, group.deadline)
             self.changed.add(READY)
 
     def _assign(self, uid: str) -> None:
         group = self.data.groups[uid]
         self.window.remove(uid, group.deadline)
-        group.phase = q.Phase.ASSIGNED
+        group.phase = _ASSIGNED
         self.data.num_assigned += 1
 
     def _return_chunks(self) -> None:

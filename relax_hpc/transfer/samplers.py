@@ -140,6 +140,8 @@ def divide(
     Returns:
         Indices into `num_tokens` per rank, each rank at least one, in the order given.
     """
+    if num_parts == 1:
+        return [list(range(len(num_tokens)))]
     if sampler is Sampler.FIFO:
         bounds = [part * len(num_tokens) // num_parts for part in range(num_parts + 1)]
         sizes = sorted((b - a for a, b in itertools.pairwise(bounds)), reverse=True)

@@ -163,3 +163,62 @@ def test_an_engine_that_went_on_over_a_rollback_generates_again() -> None:
     run.do(events)
     assert not reply.is_kept and slot.uid not in run.data.groups
     run.check_every_prompt_is_in_one_place()
+
+
+def test_groups_of_one_message_count_as_if_each_came_alone() -> None:
+    """Kept, stale, from a lost branch, unknown, put before, and twice in the same message."""
+    runs = [Simulation(dataclasses.replace(CONFIG, max_staleness=1), 3) for _ in range(2)]
+    answers = []
+    for run, is_one_message in zip(runs, (True, False), strict=True):
+        run.begin(2)
+        run.engines[0] = 2
+        run.admit(0)
+        run.admit(0)
+        uids = [slot.uid for slot in run.slots[0]]
+        assert len(uids) >= 5
+        before = run.group(uids[0], [9, 2])
+        run.do(run.rules.put_group(before, 1.0)[1])
+        shared = run.block()
+        first, twice, last = (
+            msgspec.structs.replace(run.group(uid, [9, 2]), block=shared)
+            for uid in (uids[1], uids[1], uids[4])
+        )
+        stale = msgspec.structs.replace(run.group(uids[2], [5, 2]), oldest_version=0)
+        lost = msgspec.structs.replace(run.group(uids[3], [9, 2]), newest_version=3)
+        other = run.group(uids[1], [9, 2])
+        unknown = msgspec.structs.replace(other, uid="7.7.7")
+        groups = [before, first, stale, twice, lost, stale, other, unknown, last]
+        if is_one_message:
+            results, events = run.rules.put_groups(groups, 1.0)
+            assert [type(event) for event in events[:1]] == [q.GroupsPut] and len(events) == 3
+            run.do(events)
+        else:
+            results = []
+            for group in groups:
+                reply, events = run.rules.put_group(group, 1.0)
+                run.do(events)
+                results.append(reply)
+        answers.append(results)
+        run.check_every_prompt_is_in_one_place()
+        run.restart_controller()
+    assert answers[0] == answers[1]
+    kept = [group for group, one in zip(groups, answers[0], strict=True) if one.is_kept]
+    assert kept == [before, first, twice, last]
+    assert msgspec.json.encode(runs[0].data) == msgspec.json.encode(runs[1].data)
+    block = (shared.extent, shared.offset, shared.epoch)
+    for run in runs:
+        for uid in (uids[1], uids[4]):
+            assert run.rules.state.blocks.has_block(shared)
+            run.do(run.rules.reject_group(wire.EndGroup(uid, "x")))
+        assert block in run.data.free["arena"], "free with the last of its groups"
+
+
+def test_a_journal_with_one_event_per_group_still_counts() -> None:
+    runs = [Simulation(CONFIG, 3) for _ in range(2)]
+    for run, is_old in zip(runs, (True, False), strict=True):
+        run.admit(0)
+        info = run.group(run.slots[0][0].uid, [9, 2])
+        old = q.GroupPut(info.uid, info.block, info.rows, 0, info.newest_version, 1.0)
+        run.do([old] if is_old else run.rules.put_group(info, 1.0)[1])
+        run.restart_controller()
+    assert msgspec.json.encode(runs[0].data) == msgspec.json.encode(runs[1].data)
