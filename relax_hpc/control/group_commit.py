@@ -15,8 +15,9 @@ from typing import Any
 from relax_hpc.control.journal import GenerationalJournal, encode_line
 from relax_hpc.errors import ControlError
 
-_FAST_S = 150e-6
-"""A write that takes less is done in the loop: handing it to a thread and back costs as much."""
+_FAST_S = 400e-6
+"""A write that takes less is done in the loop. On a busy machine a thread and the way back cost as
+much, and most of what came meanwhile would have to wait for this write or the next one anyway."""
 _SLOW_S = 1e-3
 """One write that takes longer sends the next ones to the thread again."""
 _FAST_WRITES = 8

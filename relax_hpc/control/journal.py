@@ -1,8 +1,8 @@
 """Append-only journal: what a service must remember when it is killed.
 
-One record per line: `CHECKSUM JSON`, xxh3-64 of the JSON. A line is on disk (fsync) when `append`
-returns. A torn tail (the writer was killed inside a write) is ignored on reading; damage before
-the tail is an error, because everything after it would be applied to a wrong state.
+One record per line: `CHECKSUM JSON`, xxh3-64 of the JSON. A line is on disk (fdatasync) when
+`append` returns. A torn tail (the writer was killed inside a write) is ignored on reading; damage
+before the tail is an error, because everything after it would be applied to a wrong state.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Journal:
                 self._file = self._open()
             while data:
                 data = data[os.write(self._file, data) :]
-            os.fsync(self._file)
+            os.fdatasync(self._file)  # the size, too, but not the time of the change
         except OSError as err:
             raise ControlError(
                 f"cannot write journal {self._path}: {err.strerror}; free space or quota on the "

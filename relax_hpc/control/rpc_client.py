@@ -18,6 +18,8 @@ from relax_hpc.control.rpc_message import (
     ErrorReply,
     Header,
     read_address,
+    receive_frames,
+    send_frames,
     typed_error,
 )
 from relax_hpc.errors import ControlError, DeadlineError
@@ -230,7 +232,7 @@ class PendingCall(Generic[Response]):
         if self._connection is None:
             return False
         self._last = self._connection.address.address
-        self._connection.socket.send_multipart(self._frames)
+        send_frames(self._connection.socket, self._frames)
         return True
 
     def result(self) -> Response:
@@ -265,11 +267,11 @@ class PendingCall(Generic[Response]):
         try:
             while (left_s := self._deadline - (now := time.monotonic())) > 0:
                 if now > resend_at:
-                    connection.socket.send_multipart(self._frames)
+                    send_frames(connection.socket, self._frames)
                     resend_at = now + _RESEND_S
                 _set_wait(connection, int(1000 * min(left_s, _POLL_ADDRESS_S)) + 1)
                 try:
-                    reply = connection.socket.recv_multipart()
+                    reply = receive_frames(connection.socket)
                 except zmq.Again:
                     if self._client._look(is_urgent=True) != connection.address:
                         return None

@@ -29,6 +29,8 @@ from relax_hpc.control.rpc_message import (
     Header,
     encode_error,
     read_address,
+    receive_frames,
+    send_frames,
 )
 from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError
 from relax_hpc.log import kv
@@ -42,6 +44,8 @@ _MAX_REQUEST_BYTES = 1 << 30
 """A larger message ends its connection before memory is taken for it (ZMQ_MAXMSGSIZE)."""
 _MAX_HEADERS = 10_000
 """Decoded headers that are kept: one per client and method, tens of thousands of ranks at most."""
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""Plain integers: see rpc_message."""
 _EMPTY = msgspec.msgpack.encode(Empty())
 
 
@@ -212,7 +216,7 @@ class RpcServer:
         if self._socket is None:
             return
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            send_frames(self._socket, frames, _NOBLOCK)
         except zmq.Again:
             logger.warning("reply dropped %s", kv(service=self.service, bytes=len(frames[-1])))
         if not self._is_turn_planned:  # sending may have eaten the signal of an arrival
@@ -314,9 +318,9 @@ class RpcServer:
             return
         self._is_turn_planned = True  # replies of this turn need plan none: we read to the end
         num_read = 0
-        while num_read < _MAX_TURN:
+        while num_read < _MAX_TURN and _is_readable(socket):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive_frames(socket, _NOBLOCK)
             except zmq.Again:
                 break
             num_read += 1
@@ -324,7 +328,7 @@ class RpcServer:
         if num_read:
             self._end_turn()
         self._is_turn_planned = False
-        if num_read and int(socket.events) & zmq.POLLIN:
+        if num_read and _is_readable(socket):
             self._plan_turn()
 
     def _end_turn(self) -> None:
@@ -409,6 +413,11 @@ class RpcServer:
             self._newest[key] = seen
             for hook in self._on_newer:
                 hook(caller)
+
+
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """A question costs less than the exception of a read in vain."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 async def _pong(_: Caller, __: Empty) -> None:
