@@ -46,6 +46,7 @@ from relax_hpc.launcher.slurm_steps import SlurmBackend
 from relax_hpc.launcher.steps import StepBackend, StepLaunch
 from relax_hpc.launcher.summary import summarise
 from relax_hpc.launcher.supervisor import Supervisor
+from relax_hpc.launcher.tunables import copy_environment
 from relax_hpc.log import kv
 from relax_hpc.recovery import checkpoint
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
@@ -402,6 +403,7 @@ def _launch(
             "OMP_NUM_THREADS": str(slot.plan.cpus_per_task),
             **recorder_environment(_trace_prefix(session, slot, incarnation), site, environ),
             **site,
+            **(copy_environment(site, environ) if slot.plan.role == "rollout" else {}),
         },
         program=(sys.executable, *program),
     )
