@@ -12,6 +12,7 @@ import zmq
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.keys import load_keys
 from relax_hpc.control.rpc_message import (
+    NUMBER_BYTES,
     OK,
     Address,
     Caller,
@@ -128,16 +129,16 @@ class RpcClient:
         if header is None:
             header = msgspec.msgpack.encode(Header(method, self._caller))
             self._headers[method] = header
-        number = next(self._numbers).to_bytes(8, "big")
-        return [number, header, msgspec.msgpack.encode(request)]
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+        return [number + header, msgspec.msgpack.encode(request)]
 
     def _decode(self, method: str, reply: list[bytes], response_type: type[Response]) -> Response:
-        _, status, body = reply
+        head, body = reply
         decoder = self._decoders.get(response_type)
         if decoder is None:
             decoder = self._decoders[response_type] = msgspec.msgpack.Decoder(response_type)
         try:
-            if status == OK:
+            if head[NUMBER_BYTES:] == OK:
                 answer: Response = decoder.decode(body)
                 return answer
             error = msgspec.msgpack.decode(body, type=ErrorReply)
@@ -262,7 +263,7 @@ class PendingCall(Generic[Response]):
         """Wait; None when the service moved or the deadline passed (socket closed)."""
         connection = self._connection
         assert connection is not None
-        is_done = False
+        is_done, number = False, self._frames[0][:NUMBER_BYTES]
         resend_at = time.monotonic() + _RESEND_S
         try:
             while (left_s := self._deadline - (now := time.monotonic())) > 0:
@@ -276,7 +277,7 @@ class PendingCall(Generic[Response]):
                     if self._client._look(is_urgent=True) != connection.address:
                         return None
                     continue
-                if len(reply) == 3 and reply[0] == self._frames[0]:
+                if len(reply) == 2 and reply[0][:NUMBER_BYTES] == number:
                     is_done = True
                     return reply
             return None

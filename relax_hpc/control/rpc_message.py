@@ -1,4 +1,8 @@
-"""What travels between RPC client and server, and the file that tells a service's address."""
+"""What travels between RPC client and server, and the file that tells a service's address.
+
+request: [NUMBER HEADER, body]     NUMBER: 8 bytes, of one request of its client
+reply:   [NUMBER STATUS, body]     as few frames as possible: each costs both ends 5 us
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +16,8 @@ from relax_hpc.errors import ControlError, RelaxError
 PING = "ping"
 """Method that every server answers: its loop turns."""
 OK, ERROR = b"ok", b"error"
-"""Status frame of a reply."""
+"""Status of a reply."""
+NUMBER_BYTES = 8
 _SNDMORE, _RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
 """Plain integers: arithmetic on flags of an enum costs more than to send a frame."""
 
@@ -45,7 +50,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Second frame of a request."""
+    """Method and caller of a request: the same bytes in each of a client's calls of a method."""
 
     method: str
     caller: Caller

@@ -21,6 +21,7 @@ from relax_hpc.control.identity import OBSERVER, Identity
 from relax_hpc.control.keys import load_keys
 from relax_hpc.control.rpc_message import (
     ERROR,
+    NUMBER_BYTES,
     OK,
     PING,
     Address,
@@ -52,11 +53,12 @@ _EMPTY = msgspec.msgpack.encode(Empty())
 class Responder:
     """The way back to one request. Used once, in the loop, now or later."""
 
-    __slots__ = ("_frames", "_server")
+    __slots__ = ("_client", "_number", "_server")
 
-    def __init__(self, server: "RpcServer", frames: list[bytes]) -> None:
+    def __init__(self, server: "RpcServer", client: bytes, number: bytes) -> None:
         self._server = server
-        self._frames = frames
+        self._client = client
+        self._number = number
 
     def send(self, reply: msgspec.Struct | None) -> None:
         """Answer with a Struct; None = Empty."""
@@ -64,11 +66,12 @@ class Responder:
 
     def send_encoded(self, body: bytes) -> None:
         """Answer with what msgspec.msgpack.encode returned."""
-        self._server.answer([*self._frames, OK, body])
+        self._server.answer([self._client, self._number + OK, body])
 
     def fail(self, err: Exception) -> None:
         """Answer with an error."""
-        self._server.answer([*self._frames, ERROR, encode_error(err, self._server.service)])
+        body = encode_error(err, self._server.service)
+        self._server.answer([self._client, self._number + ERROR, body])
 
 
 Handler = Callable[[Caller, Any], Awaitable[msgspec.Struct | None]]
@@ -77,6 +80,7 @@ DirectHandler = Callable[[Caller, Any, Responder], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Method:
+    name: str
     decoder: msgspec.msgpack.Decoder[Any]
     handler: Handler | None
     direct: DirectHandler | None
@@ -127,7 +131,7 @@ class RpcServer:
     def register(self, method: str, request_type: type[Any], handler: Handler) -> None:
         """Serve `method`: `handler(caller, request)` returns a Struct or None (= Empty)."""
         decoder = msgspec.msgpack.Decoder(request_type)
-        self._methods[method] = _Method(decoder, handler, None)
+        self._methods[method] = _Method(method, decoder, handler, None)
 
     def register_direct(self, method: str, request_type: type[Any], handler: DirectHandler) -> None:
         """Serve `method` without a task: `handler(caller, request, responder)` never waits.
@@ -135,7 +139,7 @@ class RpcServer:
         It answers through the responder, now or later in the loop; what it raises is the answer.
         """
         decoder = msgspec.msgpack.Decoder(request_type)
-        self._methods[method] = _Method(decoder, None, handler)
+        self._methods[method] = _Method(method, decoder, None, handler)
 
     def on_newer(self, hook: Callable[[Caller], None]) -> None:
         """Call `hook` in the loop when a (role, index) is seen with a newer incarnation."""
@@ -340,13 +344,14 @@ class RpcServer:
             self.fail(err)
 
     def _dispatch(self, frames: list[bytes]) -> None:
-        if len(frames) != 4:
+        if len(frames) != 3:
             logger.warning("request ignored %s", kv(service=self.service, frames=len(frames)))
             return
-        responder = Responder(self, frames[:2])
+        client, head, body = frames
+        responder = Responder(self, client, head[:NUMBER_BYTES])
         try:
-            caller, method = self._open_header(frames[2])
-            request = self._decode(method, frames)
+            caller, method = self._open_header(head[NUMBER_BYTES:])
+            request = self._decode(method, body)
             if method.direct is not None:
                 method.direct(caller, request, responder)
             else:
@@ -390,12 +395,11 @@ class RpcServer:
         self._check_incarnation(known[0])
         return known
 
-    def _decode(self, method: _Method, frames: list[bytes]) -> Any:
+    def _decode(self, method: _Method, body: bytes) -> Any:
         try:
-            return method.decoder.decode(frames[3])
+            return method.decoder.decode(body)
         except msgspec.DecodeError as err:
-            name = self._header_decoder.decode(frames[2]).method
-            raise ControlError(f"{self.service}.{name}: bad request: {err}") from err
+            raise ControlError(f"{self.service}.{method.name}: bad request: {err}") from err
 
     def _check_incarnation(self, caller: Caller) -> None:
         if caller.role == OBSERVER:

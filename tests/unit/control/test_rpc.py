@@ -212,7 +212,7 @@ if sys.argv[2] != "plain":
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.curve_serverkey = sys.argv[2].encode()
 socket.connect(sys.argv[1])
-socket.send_multipart([b"00000001", b"x", b"y"])
+socket.send_multipart([b"00000001x", b"y"])
 print(socket.poll(1500))
 """
 
@@ -249,9 +249,9 @@ def test_garbage_frames_do_not_stop_the_service(folder: RunFolder) -> None:
     assert _double_of(client, 1) == 2
     connection = client._free[0]
     connection.socket.send_multipart([b"1"])
-    connection.socket.send_multipart([b"00000001", b"\xc1garbage", b"\xff"])
+    connection.socket.send_multipart([b"00000001\xc1garbage", b"\xff"])
     assert connection.socket.poll(10_000)
-    assert connection.socket.recv_multipart()[1] == b"error"
+    assert connection.socket.recv_multipart()[0] == b"00000001error"
     assert _double_of(client, 2) == 4
     server.stop()
 
@@ -347,7 +347,7 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_others(folder: RunFolder) ->
     header = msgspec.msgpack.encode(Header("double", slow._caller))
     body = msgspec.msgpack.encode(Number(1))
     for number in range(20_000):
-        connection.socket.send_multipart([number.to_bytes(8, "big"), header, body])
+        connection.socket.send_multipart([number.to_bytes(8, "big") + header, body])
     for value in range(20):
         assert _double_of(client, value) == 2 * value
     connection.socket.close(linger=0)
