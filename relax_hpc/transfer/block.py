@@ -17,9 +17,11 @@ handed out as slices of one array. Nothing in a block needs to be unpickled.
     rows["0.7.0", 0]["tokens"]          # a read-only view into `memory`
 """
 
+import bisect
 import os
 import re
 import struct
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ from relax_hpc.transfer.column import (
     Column,
     ColumnHeader,
     MixedColumn,
+    RowKeys,
+    number_rows,
     rows_of,
     values_of,
 )
@@ -49,10 +53,9 @@ NOT_COMMITTED = 0
 _PREFIX = struct.Struct("<8sQQII")
 _EPOCH = struct.Struct("<Q")
 _EPOCH_AT = 8
-_CHUNK_BYTES = 512 << 10
-"""Copy and hash go in pieces that stay in a core's cache."""
-_STREAM_BYTES = 1 << 20
-"""Piece of a large value when memcpy writes such pieces past the cache (`_streams`)."""
+_CHUNK_BYTES = 1 << 20
+"""Copy, check and hash go in pieces that stay in a core's cache. Smaller ones cost more calls than
+they save misses; of this size memcpy may write them past the cache (`_streams`)."""
 _xxh3: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """Typed for arrays, which are buffers too."""
 _NOTHING = _xxh3(b"")
@@ -75,10 +78,12 @@ class Entry(NamedTuple):
 class Columns(NamedTuple):
     """Fields of many rows, to be written: cheaper than an Entry for each."""
 
-    rows: Sequence[tuple[str, int]]
+    rows: RowKeys
     """(uid, sample index), each once."""
     values: "Mapping[str, Sequence[FieldValue | None]]"
     """By field name one value for each row; None: the row does not have the field."""
+    lengths: Mapping[str, list[int]] = types.MappingProxyType({})
+    """Of fields that were looked at already: one-dimensional arrays of one dtype, this long."""
 
 
 class Span(NamedTuple):
@@ -110,7 +115,7 @@ class BlockPlan:
         for column in columns:
             column.offset = offset
             offset += _aligned(column.nbytes)
-        self.header = msgspec.msgpack.encode(_header(self.keys, columns))
+        self.header = _HEADER_ENCODER.encode(_header(self.keys, columns))
         header_end = PREFIX_BYTES + len(self.header) + _EPOCH.size * len(columns)
         self.payload_start = _aligned(header_end)
         self.nbytes = self.payload_start + offset
@@ -126,13 +131,11 @@ def plan_block(source: Columns | Sequence[Entry]) -> BlockPlan:
     if not isinstance(source, Columns):
         source = _columns_of(source)
     num_rows = len(source.rows)
-    if len(set(source.rows)) != num_rows:
-        raise TransferError(f"rows are given twice: {source.rows}")
     planner = _Planner(source.rows)
     for name, values in source.values.items():
         if len(values) != num_rows:
             raise TransferError(f"field {name}: {len(values)} values for {num_rows} rows")
-        planner.add_values((name,), values)
+        planner.add_values((name,), values, source.lengths.get(name))
     return BlockPlan(source, list(planner.columns.values()))
 
 
@@ -154,14 +157,19 @@ def _columns_of(entries: Sequence[Entry]) -> Columns:
 class _Planner:
     """Sorts values into columns."""
 
-    def __init__(self, keys: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, keys: RowKeys) -> None:
         self._keys = keys
         self.columns: dict[tuple[object, ...], Column] = {}
         self._mixed: dict[tuple[object, ...], MixedColumn] = {}
 
-    def add_values(self, path: tuple[str, ...], values: "Sequence[FieldValue | None]") -> None:
+    def add_values(
+        self,
+        path: tuple[str, ...],
+        values: "Sequence[FieldValue | None]",
+        lengths: list[int] | None,
+    ) -> None:
         """Add a field: one value for each row, None where it is missing."""
-        column = Column.of_all_rows(path, values)
+        column = Column.of_all_rows(path, values, lengths)
         if column is not None:
             self.columns[path] = column
             return
@@ -213,15 +221,20 @@ class _Planner:
         return f"group {uid} sample {sample_index}: field {'.'.join(path)}"
 
 
-def _header(keys: Sequence[tuple[str, int]], columns: list[Column]) -> BlockHeader:
-    numbers: dict[str, int] = {}
-    uid_of_row = [numbers.setdefault(uid, len(numbers)) for uid, _ in keys]
+def _header(keys: RowKeys, columns: list[Column]) -> BlockHeader:
+    try:
+        uids, uid_of_row, samples = number_rows(keys)
+    except ValueError as err:
+        raise TransferError(str(err)) from None
     return BlockHeader(
-        uids=list(numbers),
-        uid_of_row=uid_of_row if len(numbers) > 1 else [],
-        samples=[sample for _, sample in keys],
+        uids=uids,
+        uid_of_row=uid_of_row if len(uids) > 1 else [],
+        samples=samples,
         columns=[column.header(len(keys)) for column in columns],
     )
+
+
+_HEADER_ENCODER = msgspec.msgpack.Encoder()
 
 
 def _aligned(nbytes: int) -> int:
@@ -275,12 +288,11 @@ def _write_column(plan: BlockPlan, column: Column, target: np.ndarray, check: Ch
         return _xxh3(target)
     digest = xxhash.xxh3_64()
     begin = 0
-    for batch in _batches(column.flats):
+    for batch, end in _batches(column):
         first = batch[0]
-        end = begin + sum([flat.size for flat in batch])
         piece = target[begin:end]
         # Streamed, the target is not in the cache afterwards, but the source is before.
-        is_streamed = _STREAMS and first.nbytes >= _STREAM_BYTES
+        is_streamed = _STREAMS and first.nbytes >= _CHUNK_BYTES
         if is_streamed:
             digest.update(first.data)
         _copy(plan, column, batch, piece, begin, check)
@@ -293,13 +305,13 @@ def _write_column(plan: BlockPlan, column: Column, target: np.ndarray, check: Ch
 def _streams() -> bool:
     """Whether glibc's memcpy writes pieces of 1 MB past the cache.
 
-    That saves reading the target first: copy and hash reach 94 % of the fastest copy of this
-    thread, else 77 % (Zen 5, 64 arrays of 4 MB). By default glibc does it from the size of the last
+    That saves reading the target first: copy and hash reach 92 % of the fastest copy of this
+    thread, else 79 % (Zen 5, 64 arrays of 4 MB). By default glibc does it from the size of the last
     level cache on; `GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576` in a process's
     environment asks for it.
     """
     found = _THRESHOLD.search(os.environ.get("GLIBC_TUNABLES", ""))
-    return found is not None and int(found[1], 0) <= _STREAM_BYTES
+    return found is not None and int(found[1], 0) <= _CHUNK_BYTES
 
 
 _THRESHOLD = re.compile(r"x86_non_temporal_threshold=(0x[0-9a-fA-F]+|[1-9][0-9]*)")
@@ -328,23 +340,23 @@ def _copy(
         )
 
 
-def _batches(flats: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Cut a column's values into pieces that fit into the cache."""
-    batch: list[np.ndarray] = []
-    nbytes = 0
-    for flat in flats:
-        if batch and nbytes + flat.nbytes > _CHUNK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        if flat.nbytes <= _CHUNK_BYTES:
-            batch.append(flat)
-            nbytes += flat.nbytes
+def _batches(column: Column) -> Iterator[tuple[Sequence[np.ndarray], int]]:
+    """Cut a column's values into pieces that fit into the cache; also says where each ends."""
+    flats, ends, itemsize = column.flats, column.ends(), column.dtype.itemsize
+    first, begin = 0, 0
+    while first < len(flats):
+        last = bisect.bisect_right(ends, begin + _CHUNK_BYTES // itemsize, first)
+        if last > first:
+            begin = ends[last - 1]
+            yield flats[first:last], begin
+            first = last
             continue
-        step = (_STREAM_BYTES if _STREAMS else _CHUNK_BYTES) // flat.itemsize
-        for begin in range(0, flat.size, step):
-            yield (flat[begin : begin + step],)
-    if batch:
-        yield batch
+        flat, step = flats[first], _CHUNK_BYTES // itemsize
+        for at in range(0, flat.size, step):
+            piece = flat[at : at + step]
+            begin += piece.size
+            yield (piece,), begin
+        first += 1
 
 
 def first_not_finite(values: np.ndarray) -> int:
@@ -470,8 +482,8 @@ def _keys(header: BlockHeader) -> list[tuple[str, int]]:
     if len(header.uids) == 1:
         uid = header.uids[0]
         return [(uid, sample) for sample in header.samples]
-    pairs = zip(header.uid_of_row, header.samples, strict=True)
-    return [(header.uids[number], sample) for number, sample in pairs]
+    uids = map(header.uids.__getitem__, header.uid_of_row)
+    return list(zip(uids, header.samples, strict=True))
 
 
 def _corrupt(

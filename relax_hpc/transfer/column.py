@@ -56,6 +56,51 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------------------------------------
 
 
+class WholeGroups:
+    """Keys of all rows of groups, samples 0, 1, .. of each: nothing is built for each row."""
+
+    __slots__ = ("_ends", "sizes", "uids")
+
+    def __init__(self, uids: Sequence[str], sizes: Sequence[int]) -> None:
+        self.uids, self.sizes = uids, sizes
+        self._ends = list(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, row: int) -> tuple[str, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        group = bisect.bisect_right(self._ends, row)
+        return self.uids[group], row - self._ends[group] + self.sizes[group]
+
+
+RowKeys = Sequence[tuple[str, int]] | WholeGroups
+"""(uid, sample index) of each row."""
+
+
+def number_rows(keys: RowKeys) -> tuple[list[str], list[int], list[int]]:
+    """Return the uids, and for each row the number of its uid and its sample index.
+
+    Raises:
+        ValueError: a row is there twice.
+    """
+    if isinstance(keys, WholeGroups):
+        if len(set(keys.uids)) < len(keys.uids):
+            raise ValueError(f"groups are given twice: {keys.uids}")
+        of_rows: list[int] = []
+        samples: list[int] = []
+        for number, size in enumerate(keys.sizes):
+            of_rows += [number] * size
+            samples += range(size)
+        return list(keys.uids), of_rows, samples
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"rows are given twice: {keys}")
+    numbers: dict[str, int] = {}
+    of_rows = [numbers.setdefault(uid, len(numbers)) for uid, _ in keys]
+    return list(numbers), of_rows, [sample for _, sample in keys]
+
+
 class Column:
     """Values of one field with the same kind, dtype and rank."""
 
@@ -77,23 +122,28 @@ class Column:
 
     @classmethod
     def of_all_rows(
-        cls, path: tuple[str, ...], values: "Sequence[FieldValue | None]"
+        cls,
+        path: tuple[str, ...],
+        values: "Sequence[FieldValue | None]",
+        lengths: list[int] | None = None,
     ) -> "Column | None":
         """Build the common case quickly: every row has an array of rank 0 or 1, all different.
 
-        Returns None for everything else.
+        Returns None for everything else. `lengths`: see `Columns`.
         """
         count = len(values)
-        if [type(value) for value in values].count(np.ndarray) < count or count == 0:
+        if list(map(type, values)).count(np.ndarray) < count or count == 0:
             return None
         arrays: list[np.ndarray] = list(values)  # type: ignore[arg-type]
         dtype, ndim = arrays[0].dtype, arrays[0].ndim
-        # Built-in dtypes are single objects, which list.count compares by identity first.
-        if [array.dtype for array in arrays].count(dtype) < count or dtype.kind not in KINDS:
+        if lengths is None:
+            # Built-in dtypes are single objects, which list.count compares by identity first.
+            is_alike = [array.dtype for array in arrays].count(dtype) == count
+            if not is_alike or [array.ndim for array in arrays].count(ndim) < count:
+                return None
+        if ndim > 1 or dtype.kind not in KINDS:
             return None
-        sizes = [array.size for array in arrays]
-        if ndim > 1 or [array.ndim for array in arrays].count(ndim) < count:
-            return None
+        sizes = lengths or [array.size for array in arrays]
         if max(sizes) * dtype.itemsize >= _DEDUP_BYTES or len(set(map(id, arrays))) < count:
             return None
         column = cls(path, "array", dtype, ndim)
@@ -102,10 +152,14 @@ class Column:
         column.nbytes = sum(sizes) * dtype.itemsize
         return column
 
+    def ends(self) -> list[int]:
+        """Where each item ends, in elements."""
+        sizes = self.shapes if self.ndim == 1 else [flat.size for flat in self.flats]
+        return list(itertools.accumulate(sizes))
+
     def row_of(self, element: int) -> int:
         """Return the first row that an element of the column belongs to."""
-        sizes = [flat.size for flat in self.flats]
-        item = bisect.bisect_right(list(itertools.accumulate(sizes)), element)
+        item = bisect.bisect_right(self.ends(), element)
         value = self.items.index(item) if self.items else item
         return self.rows[value] if self.rows else value
 
@@ -219,7 +273,8 @@ def _ends(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _shaped(flat: np.ndarray, shapes: list[int], ndim: int) -> list[np.ndarray]:
     if ndim == 1:
-        return [flat[end - size : end] for size, end in _ends(shapes)]
+        ends = itertools.accumulate(shapes, initial=0)
+        return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
     if ndim == 0:
         return [flat[at : at + 1].reshape(()) for at in range(flat.size)]
     items, begin = [], 0

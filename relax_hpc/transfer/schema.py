@@ -2,14 +2,17 @@
 
 A schema is an argument of `TransferQueue`: rows of another kind use the same queue. What is not in
 the schema travels too, unchecked except that it must be a `FieldValue`. Values of float columns
-must be finite; that is looked at while the column is copied, and so is the span of its versions.
+must be finite; that is looked at while the column is copied.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from relax_hpc.errors import TransferError
 from relax_hpc.records import Fields, FieldValue, Row, Sample
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Check, Columns, first_not_finite
+from relax_hpc.transfer.column import WholeGroups
 
 _PACK_BYTES = 16 << 20
 """Groups of one put share a block of about this size: each block costs 20 us on either side. They
@@ -62,34 +66,36 @@ class RowSchema:
         Raises:
             TransferError: names group, sample, field, what it is and what it must be.
         """
-        samples = [sample for _, group in groups for sample in group]
+        samples = list(itertools.chain.from_iterable([group for _, group in groups]))
         prompts = [sample.num_prompt_tokens for sample in samples]
+        fields = [sample.fields for sample in samples]
         try:
-            sizes, required = self._check(samples, prompts)
+            checked = self._check(fields, prompts)
         except _RefusedError as err:
             uid, index = _place(groups, err.index)
             raise TransferError(f"group {uid} sample {index}: {err}") from None
-        columns = _with_more(required, samples)
-        per_token = self._bytes_per_token if len(columns) == len(required) else None
+        columns = _with_more(checked.values, fields)
+        per_token = self._bytes_per_token if len(columns) == len(self.columns) else None
         result = Description([], [], [], [])
         reasons: list[str] = [sample.finish_reason for sample in samples]
-        keys: list[tuple[str, int]] = []
+        packed: list[Group] = []
         begin, first, nbytes = 0, 0, 0
         for uid, group in groups:
             if not group:
                 raise TransferError(f"group {uid}: has no samples")
             end = begin + len(group)
-            result.rows.append(wire.Rows(prompts[begin:end], sizes[begin:end], reasons[begin:end]))
-            result.spans.append(self._span(required, begin, end))
-            size = _PACK_BYTES if per_token is None else sum(sizes[begin:end]) * per_token
-            if keys and nbytes + size > _PACK_BYTES:
-                result.add_block(keys, columns, first)
-                keys, first, nbytes = [], begin, 0
-            keys += [(uid, index) for index in range(end - begin)]
+            sizes = checked.sizes[begin:end]
+            result.rows.append(wire.Rows(prompts[begin:end], sizes, reasons[begin:end]))
+            result.spans.append(self._span(checked.values, begin, end))
+            size = _PACK_BYTES if per_token is None else sum(sizes) * per_token
+            if packed and nbytes + size > _PACK_BYTES:
+                result.add_block(packed, columns, checked.lengths, first)
+                packed, first, nbytes = [], begin, 0
+            packed.append((uid, group))
             result.block_of.append(len(result.blocks))
             nbytes += size
             begin = end
-        result.add_block(keys, columns, first)
+        result.add_block(packed, columns, checked.lengths, first)
         return result
 
     @functools.cached_property
@@ -106,31 +112,39 @@ class RowSchema:
     ) -> tuple[int, int]:
         return version_span(columns[self.versions][begin:end]) if self.versions else (-1, -1)
 
-    def _check(
-        self, samples: Sequence[Sample], prompts: Sequence[int]
-    ) -> tuple[list[int], dict[str, list[np.ndarray]]]:
-        """Return the size of every sample in tokens, and the required fields by column."""
-        fields = [sample.fields for sample in samples]
+    def _check(self, fields: Sequence[Fields], prompts: Sequence[int]) -> "_Checked":
         values = {name: _column(fields, name) for name in self.columns}
         for name, column in self.columns.items():
             _check_dtype(name, values[name], column.dtype)
-        sizes = [1] * len(samples)
+        sizes = [1] * len(fields)
         if self.tokens:
             sizes = _sizes(self.tokens, values[self.tokens], prompts)
         responses = list(map(operator.sub, sizes, prompts))
+        lengths = {}
         for name, column in self.columns.items():
             if column.length is Length.SCALAR:
                 _check_scalars(name, values[name])
-            elif column.length is not Length.ANY and name != self.tokens:
-                is_tokens = column.length is Length.TOKENS
-                _check_sizes(name, values[name], sizes if is_tokens else responses)
-        return sizes, values
+            elif column.length is not Length.ANY:
+                lengths[name] = sizes if column.length is Length.TOKENS else responses
+                _check_sizes(name, values[name], lengths[name])
+        return _Checked(sizes, values, lengths)
 
     @functools.cached_property
     def checks(self) -> dict[str, Check]:
         """What looks at the columns of a block while they are copied."""
         floats = (n for n, column in self.columns.items() if column.dtype.kind == "f")
         return dict.fromkeys(floats, first_not_finite)
+
+
+class _Checked(NamedTuple):
+    """Rows that are right."""
+
+    sizes: list[int]
+    """Tokens of each."""
+    values: dict[str, list[np.ndarray]]
+    """Required fields by column."""
+    lengths: dict[str, list[int]]
+    """See `Columns`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,14 +161,17 @@ class Description:
 
     def add_block(
         self,
-        keys: list[tuple[str, int]],
+        groups: Sequence[Group],
         columns: "Mapping[str, Sequence[FieldValue | None]]",
+        lengths: Mapping[str, list[int]],
         first: int,
     ) -> None:
-        """Add a block of rows `first` and following."""
+        """Add a block of groups whose rows are `first` and following."""
+        keys = WholeGroups([uid for uid, _ in groups], [len(group) for _, group in groups])
         end = first + len(keys)
         values = {name: column[first:end] for name, column in columns.items()}
-        self.blocks.append(Columns(keys, values))
+        cut = {name: column[first:end] for name, column in lengths.items()}
+        self.blocks.append(Columns(keys, values, cut))
 
 
 def version_span(values: Sequence[np.ndarray]) -> tuple[int, int]:
@@ -204,15 +221,15 @@ def _column(fields: Sequence[Fields], name: str) -> list[np.ndarray]:
 
 
 def _with_more(
-    required: dict[str, list[np.ndarray]], samples: Sequence[Sample]
+    required: dict[str, list[np.ndarray]], fields: Sequence[Fields]
 ) -> "Mapping[str, Sequence[FieldValue | None]]":
     """Add the columns that the schema does not know; None where a row lacks it."""
-    if [len(sample.fields) for sample in samples].count(len(required)) == len(samples):
+    if list(map(len, fields)).count(len(required)) == len(fields):
         return required
     columns: dict[str, Sequence[FieldValue | None]] = {**required}
-    for name in dict.fromkeys(name for sample in samples for name in sample.fields):
+    for name in dict.fromkeys(itertools.chain.from_iterable(fields)):
         if name not in columns:
-            columns[name] = [sample.fields.get(name) for sample in samples]
+            columns[name] = [row.get(name) for row in fields]
     return columns
 
 
@@ -221,8 +238,9 @@ def _with_more(
 
 
 def _check_dtype(name: str, values: Sequence[np.ndarray], dtype: np.dtype) -> None:
-    if [getattr(value, "dtype", None) for value in values].count(dtype) == len(values):
-        return
+    with contextlib.suppress(AttributeError):  # no array at all: said below
+        if [value.dtype for value in values].count(dtype) == len(values):
+            return
     for index, value in enumerate(values):
         seen = getattr(value, "dtype", type(value).__name__)
         if seen != dtype:

@@ -21,6 +21,7 @@ from relax_hpc.transfer.block import (
     plan_block,
     write_block,
 )
+from relax_hpc.transfer.column import WholeGroups
 from relax_hpc.transfer.wire import BlockRef
 
 EPOCH = 7
@@ -103,6 +104,37 @@ def test_columns_are_the_same_as_entries() -> None:
     for key in rows:
         _assert_equal(one[key], other[key])
     assert "image" not in one["0.3.0", 1]
+
+
+def test_whole_groups_of_known_lengths_make_the_same_block() -> None:
+    """What a schema has looked at already is written without another look, byte for byte alike."""
+    rng = np.random.default_rng(5)
+    groups = WholeGroups(["0.1.0", "0.2.0", "0.3.0"], [60, 0, 41])
+    rows = [("0.1.0", i) for i in range(60)] + [("0.3.0", i) for i in range(41)]
+    lengths = [int(n) for n in rng.integers(0, 16_000, len(rows))]  # 3 MB: several pieces
+    values = {"tokens": [rng.integers(0, 9, n).astype(np.int32) for n in lengths]}
+    told, ref = _write(Columns(groups, values, {"tokens": lengths}))
+    other, _ = _write(Columns(groups, values))
+    assert bytes(told[: ref.nbytes]) == bytes(other[: ref.nbytes])
+    seen = open_block(told, ref, verify=True, where="test")
+    plain = _read(Columns(rows, values))
+    assert list(seen) == list(plain) == [groups[row] for row in range(len(groups))] == rows
+    for key, value in zip(rows, values["tokens"], strict=True):
+        _assert_equal(seen[key], {"tokens": value})
+        _assert_equal(plain[key], {"tokens": value})
+
+
+def test_rows_of_whole_groups_are_named_and_each_is_there_once() -> None:
+    groups = WholeGroups(["0.1.0", "0.2.0"], [2, 3])
+    values = [np.zeros(4, np.float32) for _ in range(5)]
+    values[3][1] = np.nan
+    plan = plan_block(Columns(groups, {"p": values}, {"p": [4] * 5}))
+    with pytest.raises(TransferError, match=r"group 0\.2\.0 sample 1: p is not finite"):
+        write_block(plan, memoryview(bytearray(plan.nbytes)), EPOCH, {"p": first_not_finite})
+    with pytest.raises(IndexError):
+        groups[5]
+    with pytest.raises(TransferError, match="groups are given twice"):
+        plan_block(Columns(WholeGroups(["u", "u"], [1, 1]), {}))
 
 
 def test_non_contiguous_values_are_stored_in_their_order() -> None:

@@ -28,7 +28,8 @@ def test_a_description_has_one_entry_for_each_group() -> None:
     assert found.spans == [(4, 7), (-1, -1), (0, 0)]
     assert found.block_of == [0, 0, 0]
     (block,) = found.blocks
-    assert block.rows == [(uid, i) for uid, samples in groups for i in range(len(samples))]
+    keys = [(uid, i) for uid, samples in groups for i in range(len(samples))]
+    assert [block.rows[row] for row in range(len(block.rows))] == keys
     assert set(block.values) == set(RL_ROWS.columns)
     wanted = [sample.fields["tokens"] for _, samples in groups for sample in samples]
     assert all(a is b for a, b in zip(block.values["tokens"], wanted, strict=True))
