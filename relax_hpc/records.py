@@ -4,7 +4,7 @@ A *group* is the n samples of one prompt; it is the unit of admission, staleness
 A *row* is one sample; its *fields* are arrays that different roles put when they exist.
 
 `Sample` and `Row` are Structs: one is made per row, which takes 0.1 us instead of the 1.5 us of a
-frozen dataclass.
+frozen dataclass. The garbage collector does not track them (gc=False): arrays are in no cycle.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ class Completion:
     finish_reason: FinishReason
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row as the producer puts it."""
 
     num_prompt_tokens: int
@@ -92,7 +92,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     fields: Fields
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One row as a consumer takes it.
 
     Arrays are read-only views of shared memory that is used again once the row was trained: copy

@@ -465,7 +465,7 @@ def _to_rows(
         if isinstance(block, RelaxError):
             raise block
         parts.append(block)
-    told, uid, size = group.rows, group.uid, group.group_size
+    told, uid = group.rows, group.uid
     fields: list[Fields]
     if len(parts) == 1:
         held = parts[0]
@@ -474,19 +474,17 @@ def _to_rows(
         fields = [_merged(parts, (uid, sample)) for sample in group.samples]
     if schema.tokens:
         _check_sizes(group, fields, schema.tokens)
-    return [
-        Row(
-            uid=uid,
-            sample_index=sample,
-            group_size=size,
-            num_prompt_tokens=num_prompt_tokens,
-            finish_reason=_REASONS[reason],
-            fields=row,
-        )
-        for sample, num_prompt_tokens, reason, row in zip(
-            group.samples, told.num_prompt_tokens, told.finish_reasons, fields, strict=True
-        )
-    ]
+    num_rows = len(fields)
+    columns = zip(
+        [uid] * num_rows,
+        group.samples,
+        [group.group_size] * num_rows,
+        told.num_prompt_tokens,
+        map(_REASONS.__getitem__, told.finish_reasons),
+        fields,
+        strict=True,
+    )
+    return list(itertools.starmap(Row, columns))  # the order of its fields; no work in Python
 
 
 def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
@@ -499,8 +497,8 @@ def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
 def _check_sizes(group: wire.GroupRows, fields: Sequence[Fields], name: str) -> None:
     """Does the payload hold the rows that the controller was told of?"""
     try:
-        sizes = [row[name].shape[0] for row in fields]
-    except KeyError:
+        sizes = [len(row[name]) for row in fields]
+    except (KeyError, TypeError):
         sizes = []
     if sizes != group.rows.num_tokens:
         raise TransferError(
