@@ -130,7 +130,7 @@ class QueueController:
         state, commit = self._rules.state, self._commit
         for event in events:
             line = encode_line(event)  # before it is applied: the state may keep parts of it
-            state.apply(event)
+            state.apply_but_count(event)
             commit.append_line(line)
             self._num_events += len(event.groups) if isinstance(event, q.GroupsPut) else 1
 
@@ -155,7 +155,7 @@ class QueueController:
         return send
 
     def _settle(self) -> None:
-        """At the end of a turn: let go on who can, then write."""
+        """At the end of a turn: let go on who can, write, and then do what can wait."""
         state = self._rules.state
         while state.changed:
             names, state.changed = state.changed, set()
@@ -166,8 +166,13 @@ class QueueController:
             self._commit.when_durable(done)
         if self._num_events >= _ROTATE_EVENTS:
             self._num_events = 0
-            self._commit.rotate_soon(lambda: self._rules.state.data)
+            self._commit.rotate_soon(self._snapshot)
         self._commit.commit()
+        state.count()
+
+    def _snapshot(self) -> q.QueueData:
+        self._rules.state.count()
+        return self._rules.state.data
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -369,6 +374,7 @@ class QueueController:
         self._reply(responder, None)
 
     def _status(self, caller: Caller, request: Empty, responder: Responder) -> None:
+        self._rules.state.count()
         responder.send(self._rules.status(time.time()))
 
     # -- arenas -------------------------------------------------------------------------------

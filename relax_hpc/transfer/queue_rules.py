@@ -227,8 +227,7 @@ class QueueRules:
 
     def _is_lost(self, group: q.Group, newest_version: int) -> bool:
         """Whether tokens of this version may come from weights of a branch that is gone."""
-        limit = self.state.data.version
-        return newest_version > (limit if group.lost_after < 0 else min(group.lost_after, limit))
+        return newest_version > self.state.data.version or 0 <= group.lost_after < newest_version
 
     def _check_rows(self, info: wire.GroupInfo) -> None:
         rows, size = info.rows, self.config.group_size
@@ -242,10 +241,10 @@ class QueueRules:
             )
 
     def _beyond_the_bound(self, group: q.Group, info: wire.GroupInfo) -> q.Event | None:
-        oldest, policy = info.oldest_version, self.config.stale_policy
-        if policy is StalePolicy.CORRECT or not (
-            0 <= oldest < group.deadline - self.config.max_staleness
-        ):
+        if not 0 <= info.oldest_version < group.deadline - self.config.max_staleness:
+            return None
+        policy = self.config.stale_policy
+        if policy is StalePolicy.CORRECT:
             return None
         lengths = response_tokens(info.rows)
         if policy is StalePolicy.DROP:

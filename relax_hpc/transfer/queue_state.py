@@ -14,7 +14,7 @@ from relax_hpc.transfer.ledger import LIFE, LIVES, Ledger, Partial, Ticket
 from relax_hpc.transfer.queue_blocks import BlockIndex
 from relax_hpc.transfer.queue_histograms import count_ended, count_generated, count_trained
 from relax_hpc.transfer.samplers import Window
-from relax_hpc.transfer.wire import BlockRef, GroupInfo, Slot
+from relax_hpc.transfer.wire import BlockRef, GroupInfo, Rows, Slot
 
 SLOTS, READY, CHUNKS = "slots", "ready", "chunks"
 """What waiting requests wait for; `QueueState.changed` collects what an event touched. READY: a
@@ -61,6 +61,7 @@ class QueueState:
         self.window = Window(groups_per_step)
         self.blocks = BlockIndex(data.free)
         self.changed: set[str] = set()
+        self._uncounted: list[Rows] = []
         self.pending: dict[str, OrderedDict[str, list[int]]] = {
             task: OrderedDict() for task in task_fields
         }
@@ -90,7 +91,21 @@ class QueueState:
 
     def apply(self, event: q.Event) -> None:
         """Change the state by one event."""
+        self.apply_but_count(event)
+        self.count()
+
+    def apply_but_count(self, event: q.Event) -> None:
+        """Like apply, but what was put is missing in the histograms until `count`.
+
+        Nobody who waits for a put needs them: they can be counted when the replies are gone.
+        """
         _dispatch(type(event))(self, event)
+
+    def count(self) -> None:
+        """Count what was put since."""
+        if self._uncounted:
+            count_generated(self.data.histograms, self._uncounted)
+            self._uncounted = []
 
     @functools.singledispatchmethod
     def _apply(self, event: q.Event) -> None:
@@ -165,14 +180,14 @@ class QueueState:
             num_users += 1
             self._put(info, block, event.at)  # groups of one block keep one object of it
         self.blocks.use(block, num_users)
-        count_generated(self.data.histograms, [info.rows for info in event.groups])
+        self._uncounted += [info.rows for info in event.groups]
 
     @_apply.register
     def _(self, event: q.GroupPut) -> None:
         info = GroupInfo(
             event.uid, event.block, event.rows, event.oldest_version, event.newest_version
         )
-        self.apply(q.GroupsPut([info], event.at))
+        self.apply_but_count(q.GroupsPut([info], event.at))
 
     @_apply.register
     def _(self, event: q.FieldsPut) -> None:

@@ -53,7 +53,9 @@ class Window:
 
     def set_ready(self, uid: str, deadline: int) -> None:
         """All fields of the group are there."""
-        ready = self._ready.setdefault(deadline, OrderedDict())
+        ready = self._ready.get(deadline)
+        if ready is None:
+            ready = self._ready[deadline] = OrderedDict()
         self._num_ready += uid not in ready
         ready[uid] = None
 

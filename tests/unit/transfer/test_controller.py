@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -13,8 +13,9 @@ from relax_hpc.control import group_commit
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient, RpcServer
 from relax_hpc.errors import TransferError
-from relax_hpc.transfer import controller, wire
+from relax_hpc.transfer import controller, waiting_room, wire
 from relax_hpc.transfer.queue_rules import QueueRulesConfig
+from relax_hpc.transfer.queue_state import CHUNKS
 
 RULES = QueueRulesConfig(
     groups_per_step=4, group_size=2, max_staleness=1, chunks_per_step=2, train_steps=50
@@ -120,6 +121,42 @@ def test_every_rank_that_waits_gets_its_share_of_a_chunk(serve: Serve, who: Who)
         shares = [future.result(30) for future in waiting]
     assert sorted(g.uid for share in shares for g in share) == sorted(s.uid for s in slots)
     assert ranks[0].chunk(0, 0, 0, 2) == shares[0], "asked again: the same"
+
+
+@pytest.mark.parametrize("fast_s", [0.0, 60.0])
+def test_who_waits_for_a_put_is_answered_before_its_producer(
+    serve: Serve, who: Who, monkeypatch: pytest.MonkeyPatch, fast_s: float
+) -> None:
+    """Whether the journal is written in the loop or in its thread."""
+    monkeypatch.setattr(group_commit, "_FAST_S", fast_s)
+    waits, bodies = threading.Event(), []
+    enter, answer = waiting_room.WaitingRoom.enter, RpcServer.answer
+
+    def note_waiter(room: waiting_room.WaitingRoom, signal: str, *rest: Any) -> None:
+        enter(room, signal, *rest)
+        if signal == CHUNKS:
+            waits.set()
+
+    def note_answer(server: RpcServer, frames: list[bytes]) -> None:
+        bodies.append(frames[-1])
+        answer(server, frames)
+
+    monkeypatch.setattr(waiting_room.WaitingRoom, "enter", note_waiter)
+    monkeypatch.setattr(RpcServer, "answer", note_answer)
+    serve()
+    engine, train = Peer(who()), Peer(who("train"))
+    engine.open()
+    train.begin(0)
+    slots = engine.admit(2)
+    for _ in range(group_commit._FAST_WRITES + 1):
+        engine.call("finish_eval", wire.Version(0), Empty)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(train.chunk, 0, 0)
+        assert waits.wait(30)
+        engine.put(*(engine.group(slot.uid) for slot in slots))
+        share = waiting.result(30)
+    stored = wire.StoredGroups([wire.Stored(True, True)] * 2)
+    assert bodies[-2:] == [msgspec.msgpack.encode(r) for r in (wire.TakenChunk(share), stored)]
 
 
 def test_a_completed_step_wakes_engines_and_tells_producers_what_is_free(
