@@ -371,3 +371,29 @@ def test_a_service_that_cannot_end_its_turn_ends(folder: RunFolder) -> None:
     thread.join(60)
     assert result == [8]
     again.stop()
+
+
+_SERVICE = """
+import gc, pathlib, sys
+from relax_hpc.control.identity import Identity
+from relax_hpc.control.rpc import RpcServer
+from relax_hpc.runfolder import RunFolder
+run = RunFolder(pathlib.Path(sys.argv[1]))
+server = RpcServer(run, "echo", Identity(run=run, role="dcs", node="n1", address_prefix="127."))
+kept = [[number] for number in range(1000)]
+
+async def stop_soon():
+    gc.collect()
+    server._loop.call_later(0.2, server.stop)
+
+server.on_start(stop_soon)
+server.run()
+print(gc.get_freeze_count() > len(kept), gc.get_threshold() == sys.modules[
+    "relax_hpc.control.rpc_server"]._COLLECT_AFTER)
+"""
+
+
+def test_the_collector_stays_away_from_what_a_service_begins_with(folder: RunFolder) -> None:
+    command = [sys.executable, "-c", _SERVICE, str(folder.path)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.split() == ["True", "True"]
