@@ -49,8 +49,8 @@ _MAX_HEADERS = 10_000
 _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """Plain integers: see rpc_message."""
 _COLLECT_AFTER = (5_000, 20, 20)
-"""gc thresholds of a service process. A full collection of a queue with 4,096 groups takes 40 ms, in
-which nobody is answered, and finds nothing: what a service keeps is in no cycle."""
+"""gc thresholds of a service process. A full collection of a queue with 4,096 groups takes 40 ms,
+in which nobody is answered, and finds nothing: what a service keeps is in no cycle."""
 _EMPTY = msgspec.msgpack.encode(Empty())
 
 

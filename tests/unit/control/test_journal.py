@@ -172,3 +172,36 @@ def test_a_new_file_holds_what_was_appended_and_nothing_waits_for_ever(
 
     asyncio.run(main())
     assert done == list(range(60)), "in order, each once"
+
+
+def test_only_a_disk_that_is_fast_is_written_to_in_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = GenerationalJournal(tmp_path, "q", 1, 1)
+    journal.start("snapshot")
+    commit = GroupCommit(journal)
+
+    async def is_written_at_once(took_s: float) -> bool:
+        """Write; the clock says it took so long."""
+
+        def timed(batch: list[bytes]) -> tuple[float, None]:
+            journal.append_lines(batch)
+            return took_s, None
+
+        monkeypatch.setattr(commit, "_timed", timed)
+        done: list[ControlError | None] = []
+        commit.append("x")
+        commit.when_durable(done.append)
+        commit.commit()
+        is_done = bool(done)
+        await commit.flushed()
+        return is_done
+
+    async def main() -> None:
+        fast = [await is_written_at_once(1e-5) for _ in range(3 * group_commit._FAST_WRITES)]
+        assert fast == [number >= group_commit._FAST_WRITES for number in range(len(fast))]
+        slow = [await is_written_at_once(took_s) for took_s in (0.1, 0.1, 1e-5)]
+        assert slow == [True, True, False], "one slow write is forgiven, the second is not"
+        commit.close()
+
+    asyncio.run(main())
