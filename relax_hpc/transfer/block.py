@@ -62,8 +62,36 @@ _NOTHING = _xxh3(b"")
 
 Check = Callable[[np.ndarray], int]
 """Looks at a piece of a column: index of the first element that it refuses, -1 to accept all."""
-Rows = dict[tuple[str, int], Fields]
-"""(uid, sample index) -> field name -> value."""
+
+
+class Rows(Mapping[tuple[str, int], Fields]):
+    """Rows of a block: (uid, sample index) -> field name -> value."""
+
+    __slots__ = ("_groups", "_header")
+
+    def __init__(self, header: BlockHeader, fields: Sequence[Fields]) -> None:
+        self._header = header
+        self._groups: dict[str, dict[int, Fields]] = {uid: {} for uid in header.uids}
+        groups = list(self._groups.values())
+        if len(groups) == 1:
+            groups[0].update(zip(header.samples, fields, strict=True))
+            return
+        for number, sample, row in zip(header.uid_of_row, header.samples, fields, strict=True):
+            groups[number][sample] = row
+
+    def of_group(self, uid: str) -> Mapping[int, Fields]:
+        """Return the rows of one group by sample index: cheaper than to ask for each."""
+        return self._groups.get(uid, {})
+
+    def __getitem__(self, key: tuple[str, int]) -> Fields:
+        uid, sample = key
+        return self._groups[uid][sample]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(_keys(self._header))
+
+    def __len__(self) -> int:
+        return len(self._header.samples)
 
 
 class Entry(NamedTuple):
@@ -418,15 +446,14 @@ def open_block(buffer: memoryview, ref: BlockRef, *, verify: bool, where: str) -
     check_commit(buffer, ref, where)
     header, digests, start = _read_header(buffer, ref, where)
     buffer = buffer.toreadonly()
-    keys = _keys(header)
     try:
         cut = []
         for column, digest in zip(header.columns, digests, strict=True):
             raw = buffer[start + column.offset : start + column.offset + column.nbytes]
             if verify and _xxh3(raw) != digest:
-                raise _corrupt(column, keys, raw, digest, _name(ref, where))
+                raise _corrupt(column, _keys(header), raw, digest, _name(ref, where))
             cut.append(values_of(column, raw))
-        rows = dict(zip(keys, rows_of(header.columns, cut, len(keys)), strict=True))
+        rows = Rows(header, rows_of(header.columns, cut, len(header.samples)))
     except (ValueError, IndexError) as err:
         raise TransferError(f"{_name(ref, where)}: header contradicts itself: {err}") from err
     if _EPOCH.unpack_from(buffer, _EPOCH_AT)[0] != ref.epoch:  # recycled while we looked

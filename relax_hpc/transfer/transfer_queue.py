@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -467,11 +467,11 @@ def _to_rows(
         parts.append(block)
     told, uid = group.rows, group.uid
     fields: list[Fields]
-    if len(parts) == 1:
-        held = parts[0]
-        fields = [held.get((uid, sample), {}) for sample in group.samples]
+    held = [part.of_group(uid) for part in parts]
+    if len(held) == 1:
+        fields = [held[0].get(sample, {}) for sample in group.samples]
     else:
-        fields = [_merged(parts, (uid, sample)) for sample in group.samples]
+        fields = [_merged(held, sample) for sample in group.samples]
     if schema.tokens:
         _check_sizes(group, fields, schema.tokens)
     num_rows = len(fields)
@@ -487,10 +487,10 @@ def _to_rows(
     return list(itertools.starmap(Row, columns))  # the order of its fields; no work in Python
 
 
-def _merged(parts: Sequence[Rows], key: tuple[str, int]) -> Fields:
+def _merged(parts: Sequence[Mapping[int, Fields]], sample: int) -> Fields:
     fields: Fields = {}
     for part in parts:
-        fields.update(part.get(key, {}))
+        fields.update(part.get(sample, {}))
     return fields
 
 

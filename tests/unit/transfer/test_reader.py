@@ -5,7 +5,7 @@ import gc
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from relax_hpc.runfolder import RunFolder
 from relax_hpc.transfer import opener
 from relax_hpc.transfer.agent import NodeAgent
 from relax_hpc.transfer.arena import Arena, ArenaLimits, RpcGate
-from relax_hpc.transfer.block import Entry, plan_block, write_block
+from relax_hpc.transfer.block import Entry, Rows, plan_block, write_block
 from relax_hpc.transfer.extent import spill_folder, stamp_of
 from relax_hpc.transfer.owner import Owner
 from relax_hpc.transfer.rdma_server import NixlServer
@@ -105,7 +105,7 @@ def put(arena: Arena, uid: str, num_samples: int = 2, **fields: Any) -> BlockRef
 
 
 def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, np.ndarray):
         is_like = (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -163,7 +163,7 @@ def test_freed_recycled_and_impossible_references(
     ]  # fmt: skip
     results = one.read_each(refs, deadline=soon())
     assert [type(r) for r in results[:5]] == [
-        dict, StaleEpochError, StaleEpochError, dict, StaleEpochError
+        Rows, StaleEpochError, StaleEpochError, Rows, StaleEpochError
     ]  # fmt: skip
     assert all(type(r) is TransferError for r in results[5:])
     for ref, result in zip(refs, results, strict=True):
@@ -183,7 +183,7 @@ def test_one_flipped_bit_is_an_error_that_names_group_and_field(
     flip(folder, refs[1], refs[1].nbytes - 64 - size)  # in the last column
     one = reader(transport)
     results = one.read_each(refs, deadline=soon())
-    assert isinstance(results[0], dict) and isinstance(results[2], dict)
+    assert isinstance(results[0], Rows) and isinstance(results[2], Rows)
     assert type(results[1]) is TransferError
     assert "field logprobs of group 1.0.0" in str(results[1]) and "is corrupt" in str(results[1])
     assert one.stats().get("read_again", 0) == (transport != "shm"), "once more, then given up"
@@ -298,7 +298,7 @@ def test_a_dead_node_does_not_hurt_the_others(
     ref = put(arena, "0.0.0")
     lost = msgspec.structs.replace(ref, node="n9")
     results = reader("tcp").read_each([lost, ref, lost], deadline=soon(1.0))
-    assert isinstance(results[1], dict)
+    assert isinstance(results[1], Rows)
     for i in (0, 2):
         assert isinstance(results[i], DeadlineError) and "n9" in str(results[i])
 

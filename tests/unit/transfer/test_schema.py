@@ -6,6 +6,8 @@ import pytest
 from relax_hpc.errors import TransferError
 from relax_hpc.records import FinishReason, Row, Sample
 from relax_hpc.transfer import wire
+from relax_hpc.transfer.block import Rows
+from relax_hpc.transfer.column import BlockHeader
 from relax_hpc.transfer.schema import RL_ROWS, Length, RowSchema, check_responses, column
 from relax_hpc.transfer.transfer_queue import _to_rows
 
@@ -104,8 +106,9 @@ def test_one_more_field_has_a_value_for_each_response_token() -> None:
 def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
     told = wire.Rows([2, 2], [5, 6], ["stop", "length"])
     group = wire.GroupRows("0.1.0", 2, [0, 1], told, [])
-    held = {("0.1.0", i): {"tokens": np.zeros(5 + i, np.int32)} for i in range(2)}
-    reward = {("0.1.0", i): {"reward": np.zeros(())} for i in range(2)}
+    header = BlockHeader(["0.1.0"], [], [0, 1], [])
+    held = Rows(header, [{"tokens": np.zeros(5 + i, np.int32)} for i in range(2)])
+    reward = Rows(header, [{"reward": np.zeros(())} for _ in range(2)])
     rows = _to_rows(group, [held, reward], RL_ROWS)
     assert [(row.num_tokens, set(row.fields)) for row in rows] == [
         (5, {"tokens", "reward"}),
