@@ -332,16 +332,29 @@ class QueueRules:
     def rows_reply(self, rows: list[q.RowKeys]) -> wire.TakenRows:
         """Describe leased rows; those whose group is gone are left out."""
         groups = self.state.data.groups
-        return wire.TakenRows([self._rows_of(u, samples) for u, samples in rows if u in groups])
+        return wire.TakenRows(*self._describe([row for row in rows if row[0] in groups]))
 
-    def _rows_of(self, uid: str, samples: list[int] | None) -> wire.GroupRows:
-        group = self.state.data.groups[uid]
-        rows = group.rows
-        assert rows is not None, f"group {uid} is not put"
-        size = self.config.group_size
-        if samples is None or len(samples) == len(rows):
-            return wire.GroupRows(uid, size, self._whole, rows, group.blocks)
-        return wire.GroupRows(uid, size, samples, rows.pick(samples), group.blocks)
+    def _describe(
+        self, rows: Iterable[q.RowKeys]
+    ) -> tuple[list[wire.GroupRows], list[wire.BlockRef]]:
+        """Describe rows of put groups, and name each of their blocks once."""
+        groups, size = self.state.data.groups, self.config.group_size
+        result: list[wire.GroupRows] = []
+        places: dict[wire.BlockRef, int] = {}
+        before: list[wire.BlockRef] = []
+        of_group: list[int] = []
+        for uid, samples in rows:
+            group = groups[uid]
+            assert group.rows is not None, f"group {uid} is not put"
+            if group.blocks != before:
+                before = group.blocks
+                of_group = [places.setdefault(block, len(places)) for block in before]
+            if len(samples) == size:
+                info = wire.GroupRows(uid, size, self._whole, group.rows, of_group)
+            else:
+                info = wire.GroupRows(uid, size, samples, group.rows.pick(samples), of_group)
+            result.append(info)
+        return result, list(places)
 
     # -- train --------------------------------------------------------------------------------
 
@@ -399,7 +412,8 @@ class QueueRules:
         chunk = data.chunks[request.index]
         if request.dp_rank in chunk.holes:
             return None
-        return wire.TakenChunk([self._rows_of(uid, None) for uid in chunk.shares[request.dp_rank]])
+        share = chunk.shares[request.dp_rank]
+        return wire.TakenChunk(*self._describe([(uid, self._whole) for uid in share]))
 
     def complete_step(self, caller: Caller, request: wire.CompleteStep) -> list[q.Event]:
         """Acknowledge the current step; the step before again is harmless."""

@@ -238,7 +238,7 @@ class TransferQueue:
                 return reply
 
             reply = _poll(ask, lambda r: bool(r.groups), timeout_s)
-        return list(itertools.chain.from_iterable(self._read_groups(reply.groups)[0]))
+        return list(itertools.chain.from_iterable(self._read_groups(reply.groups, reply.blocks)[0]))
 
     def put_fields(self, rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]) -> bool:
         """Put one field (`ref_logprobs`, `train_logprobs`) for rows; completes the task for them.
@@ -321,7 +321,7 @@ class TransferQueue:
                     f"{why}: not ready in {timeout_s:g} s; queue: {_state(self.status())}; look "
                     "into the logs of the steps that should fill it (rollout, ref, logprob)"
                 )
-            groups, lost = self._read_groups(reply.groups)
+            groups, lost = self._read_groups(reply.groups, reply.blocks)
             if not lost:
                 rows = [row for group in groups for row in group]
                 return Chunk(task="train", step=step, index=index, rows=rows)
@@ -407,14 +407,15 @@ class TransferQueue:
             self._payload.give_up(refs)
             raise
 
-    def _read_groups(self, groups: Sequence[wire.GroupRows]) -> tuple[list[list[Row]], bool]:
+    def _read_groups(
+        self, groups: Sequence[wire.GroupRows], refs: Sequence[BlockRef]
+    ) -> tuple[list[list[Row]], bool]:
         """Read rows of groups; a group that is lost or corrupt is rejected and left out."""
-        refs = list(dict.fromkeys(ref for group in groups for ref in group.blocks))
-        blocks = dict(zip(refs, self._payload.read(refs), strict=True))
+        blocks = self._payload.read(refs)
         result, is_lost = [], False
         for group in groups:
             try:
-                result.append(_to_rows(group, [blocks[ref] for ref in group.blocks], self._schema))
+                result.append(_to_rows(group, [blocks[i] for i in group.blocks], self._schema))
             except RelaxError as err:
                 is_lost = True
                 request = wire.EndGroup(group.uid, f"{err}")

@@ -69,7 +69,8 @@ class GroupRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: list[int]
     """Sample index of each row."""
     rows: Rows
-    blocks: list[BlockRef]
+    blocks: list[int]
+    """Places in the list of blocks of its message: groups share blocks."""
 
 
 class OpenDataset(msgspec.Struct, frozen=True):
@@ -180,6 +181,8 @@ class TakenRows(msgspec.Struct, frozen=True):
     """Leased rows by group."""
 
     groups: list[GroupRows]
+    blocks: list[BlockRef] = msgspec.field(default_factory=list)
+    """Each block of them once."""
 
 
 class TakeChunk(msgspec.Struct, frozen=True):
@@ -196,6 +199,7 @@ class TakenChunk(msgspec.Struct, frozen=True):
     """The share; None at the end of the wait."""
 
     groups: list[GroupRows] | None
+    blocks: list[BlockRef] = msgspec.field(default_factory=list)
 
 
 class LedgerCut(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ class Peer:
         self._client = RpcClient(identity.run, wire.SERVICE, identity)
         self._keys = 0
         self._epoch = 0
+        self.blocks: list[wire.BlockRef] = []
+        """Of what was taken last."""
 
     def call(self, method: str, request: msgspec.Struct, response: type[Reply]) -> Reply:
         return self._client.call(method, request, response, timeout_s=60, why="test")
@@ -60,16 +62,19 @@ class Peer:
 
     def take(self, max_rows: int, wait_s: float = 20.0) -> list[wire.GroupRows]:
         request = wire.TakeRows("ref", self.key(), max_rows, wait_s)
-        return self.call("take_rows", request, wire.TakenRows).groups
+        reply = self.call("take_rows", request, wire.TakenRows)
+        self.blocks = reply.blocks
+        return reply.groups
 
     def begin(self, step: int, cut: wire.LedgerCut | None = None) -> None:
         self.call("begin_train", wire.BeginTrain(f"b{self.key()}", step, cut), Empty)
 
     def chunk(self, step: int, index: int, rank: int = 0, size: int = 1) -> list[wire.GroupRows]:
         request = wire.TakeChunk(step, index, rank, size, 20.0)
-        groups = self.call("take_chunk", request, wire.TakenChunk).groups
-        assert groups is not None, "the wait ended"
-        return groups
+        reply = self.call("take_chunk", request, wire.TakenChunk)
+        assert reply.groups is not None, "the wait ended"
+        self.blocks = reply.blocks
+        return reply.groups
 
     def complete(self, step: int) -> wire.StepSummary:
         return self.call("complete_step", wire.CompleteStep(step), wire.StepSummary)
@@ -103,7 +108,8 @@ def test_a_put_wakes_who_waits_for_rows(serve: Serve, who: Who) -> None:
         assert all(stored.is_kept for stored in engine.put(*groups))
         taken = waiting.result(30)
     assert [(g.uid, g.samples) for g in taken] == [(slots[0].uid, [0, 1]), (slots[1].uid, [0])]
-    assert taken[0].rows == groups[0].rows and taken[0].blocks == [groups[0].block]
+    assert taken[0].rows == groups[0].rows and ref.blocks == [group.block for group in groups]
+    assert [g.blocks for g in taken] == [[0], [1]]
     assert taken[1].rows == wire.Rows([2], [5], ["stop"])
     assert [(g.uid, g.samples) for g in ref.take(9)] == [(slots[1].uid, [1])]
 
@@ -156,7 +162,9 @@ def test_who_waits_for_a_put_is_answered_before_its_producer(
         engine.put(*(engine.group(slot.uid) for slot in slots))
         share = waiting.result(30)
     stored = wire.StoredGroups([wire.Stored(True, True)] * 2)
-    assert bodies[-2:] == [msgspec.msgpack.encode(r) for r in (wire.TakenChunk(share), stored)]
+    assert bodies[-2:] == [
+        msgspec.msgpack.encode(r) for r in (wire.TakenChunk(share, train.blocks), stored)
+    ]
 
 
 def test_a_completed_step_wakes_engines_and_tells_producers_what_is_free(
@@ -188,6 +196,7 @@ def test_a_block_of_several_groups_is_free_with_the_last_of_them(serve: Serve, w
     shared = engine.block()
     slots = engine.admit(5)
     engine.put(*(engine.group(slot.uid, shared) for slot in slots))
+    assert [g.blocks for g in train.chunk(0, 0)] == [[0], [0]] and train.blocks == [shared]
     train.train(0)
     assert engine.free([], 0.0) == [], "the fifth group still needs it"
     train.call("reject_group", wire.EndGroup(slots[4].uid, "test"), Empty)

@@ -417,7 +417,8 @@ def test_q7_a_reference_to_memory_that_was_used_again_is_stale(
     reply = client.call("take_chunk", request, wire.TakenChunk, timeout_s=60, why="test")
     client.close()
     assert reply.groups is not None
-    refs = [ref for group in reply.groups for ref in group.blocks]
+    refs = reply.blocks
+    assert {i for group in reply.groups for i in group.blocks} == set(range(len(refs)))
     reader = Reader(who("train", node=node))
     assert len(reader.read(refs, deadline=time.monotonic() + 60)) == len(refs)
     train_step(train, 0)
