@@ -1,9 +1,9 @@
 """Which trainer rank sends which box to which engine rank.
 
 The plan is the intersection of two layouts. Every byte that an engine rank holds arrives exactly
-once, and nothing else travels. Among the trainer ranks that hold a piece (data parallel replicas)
-it is first given evenly by bytes, then inside of these shares to the nearest: same node, same leaf,
-same spine, the rest. Deterministic: every rank can compute it alone and get the same.
+once, and nothing else travels. The trainer ranks that hold a piece (data parallel replicas) share
+it evenly by bytes; inside of these shares, and a little beyond, the nearest sends: same node, same
+leaf, same spine, the rest. Deterministic: every rank can compute it alone and get the same.
 
 Layers, experts and replicas repeat, so that the unit of work is an `_Item`: one piece, of all
 tensors that are spread alike on both sides, for all ranks that want it.
@@ -28,6 +28,7 @@ from relax_hpc.errors import WeightSyncError
 LINKS: typing.Final = ("node", "leaf", "spine", "core")
 """Classes of pairs: on one node, below one leaf switch, below one spine, and all others."""
 _MIN_PIECE_BYTES = 2**20  # smaller pieces cost more in messages than balance gains
+_NEAR_PERCENT = 105  # of the mean: so much may a source send before a far one is better than it
 _UNITS_PER_SOURCE = 4  # a piece is cut when fewer units than this come on each source
 
 
@@ -201,7 +202,8 @@ def plan(trainer: Layout, engine: Layout, placement: Placement) -> Plan:
                 f"weight plan: {len(places)} places for {layout.num_ranks} {side} ranks"
             )
     items = tuple(_items(trainer, engine))
-    share = _Share(placement)
+    minimum_bytes = int(engine.rank_bytes.sum())
+    share = _Share(placement, minimum_bytes)
     # The least flexible first: what has many possible sources fills up the differences.
     order = sorted(range(len(items)), key=lambda i: (len(items[i].sources), -items[i].nbytes, i))
     rows = [share.give(number, items[number]) for number in order]
@@ -211,7 +213,7 @@ def plan(trainer: Layout, engine: Layout, placement: Placement) -> Plan:
         key=plan_key(trainer, engine, placement),
         engine=engine,
         num_sources=trainer.num_ranks,
-        minimum_bytes=int(engine.rank_bytes.sum()),
+        minimum_bytes=minimum_bytes,
         node_bytes=engine.copies_bytes([place.node for place in placement.engine]),
         items=items,
         item=item,
@@ -306,39 +308,68 @@ def _cut(piece: Box, nbytes: int, units: int, num_sources: int) -> list[Range]:
 class _Share:
     """Gives each item's units (one tensor for one destination) to its sources."""
 
-    def __init__(self, placement: Placement) -> None:
-        trainer, engine = np.array(placement.trainer).reshape(-1, 3), np.array(placement.engine)
-        self._cells = []  # per link class that occurs: (class, cell of trainers, of engines)
-        for link in range(3):
-            ours, theirs = trainer[:, link], engine.reshape(-1, 3)[:, link]
-            if np.isin(ours, theirs).any():
-                self._cells.append((link, ours, theirs))
-        zeros = (np.zeros(len(trainer), dtype=int), np.zeros(len(engine), dtype=int))
-        self._cells.append((len(LINKS) - 1, *zeros))
+    def __init__(self, placement: Placement, total_bytes: int) -> None:
+        trainer = np.array(placement.trainer, dtype=int).reshape(-1, 3)
+        engine = np.array(placement.engine, dtype=int).reshape(-1, 3)
+        self._near = [
+            (link, trainer[:, link], engine[:, link])
+            for link in range(3)
+            if np.isin(trainer[:, link], engine[:, link]).any()
+        ]
+        self._anywhere = np.zeros(len(trainer), dtype=int), np.zeros(len(engine), dtype=int)
         self._sent = np.zeros(len(trainer), dtype=np.int64)
+        self._limit = total_bytes * _NEAR_PERCENT // 100 // max(len(trainer), 1)
 
     def give(self, number: int, item: _Item) -> np.ndarray:
         """Rows of one item: int64 [6, rows], in the order of Plan's columns from `item` on."""
-        each = len(item.tensors)
-        shares = fill_up(self._sent[item.sources], item.nbytes, each * len(item.destinations))
-        self._sent[item.sources] += shares * item.nbytes
-        wants = np.full(len(item.destinations), each)
-        rows = []
-        for link, trainer_cell, engine_cell in self._cells:
-            cells = trainer_cell[item.sources], engine_cell[item.destinations]
-            given = match(shares, wants, *cells)
-            if given is None:
-                continue
-            source, destination, count, offset = given
-            first = each - wants[destination] + offset
-            ends = (item.sources[source], item.destinations[destination])
-            same = np.full(len(count), number), np.full(len(count), link)
-            rows.append(np.stack([same[0], *ends, first, count, same[1]]))
-            np.subtract.at(shares, source, count)
-            np.subtract.at(wants, destination, count)
-            if not wants.any():
+        deal = _Deal(number, item, self._sent)
+        for link, *cells in self._near:
+            deal.match(link, deal.even_shares(), *cells)
+            if deal.is_done:
                 break
-        return np.concatenate(rows, axis=1)
+            # A far source would be idler, but not by much: better near.
+            deal.match(link, deal.room(self._limit), *cells)
+        if not deal.is_done:
+            deal.match(len(LINKS) - 1, deal.even_shares(), *self._anywhere)
+        return np.concatenate(deal.rows, axis=1)
+
+
+class _Deal:
+    """One item while its units are given out."""
+
+    def __init__(self, number: int, item: _Item, sent: np.ndarray) -> None:
+        self.rows: list[np.ndarray] = []
+        self._number, self._item, self._sent = number, item, sent
+        self._wants = np.full(len(item.destinations), len(item.tensors))
+
+    @property
+    def is_done(self) -> bool:
+        return not self._wants.any()
+
+    def even_shares(self) -> np.ndarray:
+        loads = self._sent[self._item.sources]
+        return fill_up(loads, self._item.nbytes, int(self._wants.sum()))
+
+    def room(self, limit: int) -> np.ndarray:
+        """Units that each source can take before it has to send more than `limit` bytes."""
+        left: np.ndarray = (limit - self._sent[self._item.sources]) // self._item.nbytes
+        return left.clip(0, int(self._wants.sum()))
+
+    def match(
+        self, link: int, shares: np.ndarray, trainer_cell: np.ndarray, engine_cell: np.ndarray
+    ) -> None:
+        item = self._item
+        cells = trainer_cell[item.sources], engine_cell[item.destinations]
+        found = match(shares, self._wants, *cells)
+        if found is None:
+            return
+        source, destination, count, before = found
+        first = len(item.tensors) - self._wants[destination] + before
+        ends = item.sources[source], item.destinations[destination]
+        same = np.full(len(count), self._number), np.full(len(count), link)
+        self.rows.append(np.stack([same[0], *ends, first, count, same[1]]))
+        np.add.at(self._sent, ends[0], count * item.nbytes)
+        np.subtract.at(self._wants, destination, count)
 
 
 def _sums(index: np.ndarray, nbytes: np.ndarray, size: int) -> np.ndarray:
