@@ -29,7 +29,8 @@ def weights_summary(
     """
     trainer = TrainerParallel(tp=config.train.tp, pp=config.train.pp, dp=config.dp)
     train = [step for step in plan.steps if step.role == "train"]
-    engines = [step for step in plan.steps if step.role == "rollout"]
+    is_replay = bool(config.rollout.replay)  # then rollout steps have no engines
+    engines = [step for step in plan.steps if step.role == "rollout" and not is_replay]
     options = config.rollout.sglang_args
     attention_dp = 1
     if "enable-dp-attention" in options:
@@ -38,7 +39,7 @@ def weights_summary(
         tp=config.rollout.engine_tp,
         ep=_number(options, "ep-size", "expert-parallel-size", "ep"),
         attention_dp=attention_dp,
-        num_engines=len(engines),  # none: rows are replayed
+        num_engines=len(engines),
         is_lm_head_dp="enable-dp-lm-head" in options,
     )
     placement = Placement(

@@ -132,7 +132,7 @@ def held_elements(layout, rank, numbers):
     return held
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_rank_holds_what_the_naive_sharding_gives_it(data):
     config = data.draw(config_strategy(max_layers=4))

@@ -37,7 +37,7 @@ CONFIGS = {
 def config_strategy(draw, *, max_layers=6):
     """A config.json of sizes that every degree up to 8 divides, except the vocabulary."""
     kind = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]))
-    heads = draw(st.sampled_from([8, 16]))
+    heads = draw(st.sampled_from([8, 16, 24]))
     config = {
         "model_type": kind,
         "num_hidden_layers": draw(st.integers(1, max_layers)),

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.dcs.architectures import read_model
-from tests.launcher_samples import HEADLINE, SMALL, relax, write_recipe
+from relax_hpc.errors import ConfigError
+from relax_hpc.launcher.plan import build_plan
+from relax_hpc.launcher.site import load_site
+from relax_hpc.launcher.weight_plan import weights_summary
+from tests.launcher_samples import HEADLINE, SMALL, config_of, relax, write_recipe
 
 MODEL = {
     "model_type": "qwen3",
@@ -81,3 +85,25 @@ def test_a_model_that_cannot_be_planned(folder: Path, text: str | None, says: st
     done = relax("plan", "recipe.toml", "--weights", "--set", "model.path=net", cwd=folder)
     assert done.returncode == 2
     assert says in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def summed(**changes: object) -> dict[str, object]:
+    config = config_of(HEADLINE, **changes)
+    moe = MODEL | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
+    return weights_summary(config, moe, build_plan(config, load_site(config.resources.site)))
+
+
+def test_options_of_sglang_that_change_the_layout() -> None:
+    plain = summed()["bytes"]
+    assert summed(rollout__sglang_args={"ep-size": "2"})["bytes"] == plain  # cut in another way
+    copies = {"enable-dp-attention": "", "dp-size": "2"}
+    assert summed(rollout__sglang_args=copies)["bytes"] > plain  # attention is not cut
+    assert summed(rollout__sglang_args={"dp-size": "2"})["bytes"] == plain
+    with pytest.raises(ConfigError, match="ep-size='two' is no number"):
+        summed(rollout__sglang_args={"ep-size": "two"})
+
+
+def test_a_run_without_engines_moves_nothing() -> None:
+    found = summed(rollout__replay="runs/a-1/trajectories")
+    assert (found["engine_ranks"], found["bytes"]) == (0, 0)
+    assert found["max_rank_bytes_vs_mean"] == 1.0
