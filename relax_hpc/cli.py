@@ -97,6 +97,10 @@ def _add_recipe_commands(commands: Commands) -> None:
             parser.add_argument(
                 "--inputs", action="store_true", help="a missing model or data set is an error"
             )
+        if name == "plan":
+            parser.add_argument(
+                "--weights", action="store_true", help="show what a weight sync moves instead"
+            )
         if name != "render":
             _add_json(parser)
 
@@ -200,11 +204,26 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    _, _, plan = _load(args)
+    config, _, plan = _load(args)
+    if args.weights:
+        return _plan_weights(args, config, plan)
     if args.json:
         sys.stdout.write(plan.to_json())
         return 0
     for line in _plan_lines(plan):
+        _print(line)
+    return 0
+
+
+def _plan_weights(args: argparse.Namespace, config: Any, plan: Any) -> int:
+    from relax_hpc.dcs.weights_summary import summary_lines
+    from relax_hpc.launcher.weight_plan import read_model_config, weights_summary
+
+    found = weights_summary(config, read_model_config(config), plan)
+    if args.json:
+        _print_json(found)
+        return 0
+    for line in summary_lines(found):
         _print(line)
     return 0
 
