@@ -53,7 +53,7 @@ def place_engines(
     paths = {h: (h, *path) for h, path in zip(free, fabric.all_paths(free), strict=True)}
     hosts = sorted(free, key=lambda host: (pool.nearest(paths[host])[0], natural_key(host)))
     largest = max(free_gpus.values(), default=0)
-    if engine_gpus <= largest:
+    if not largest or engine_gpus <= largest:
         slots = _parts_of_hosts(hosts, free_gpus, engine_gpus)
     else:
         slots = _whole_hosts(fabric, hosts, free_gpus, engine_gpus, largest)

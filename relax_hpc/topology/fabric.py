@@ -130,7 +130,7 @@ def parse_topology(text: str) -> Fabric:
 
 
 def _logical_lines(text: str) -> list[str]:
-    joined = re.sub(r"\\\n", " ", text)
+    joined = text.replace("\\\n", "")  # as slurm.conf(5): the next line goes on at once
     return [line for raw in joined.splitlines() if (line := raw.partition("#")[0].strip())]
 
 
@@ -283,5 +283,9 @@ def _merge(groups: Iterable[list[str]]) -> dict[str, str]:
     members: dict[str, list[str]] = {}
     for name in root:
         members.setdefault(find(name), []).append(name)
-    shown = {top: compress_hostlist(sorted(m, key=natural_key)) for top, m in members.items()}
+    # A place of its own keeps its name: that of an aggregated block holds brackets already.
+    shown = {
+        top: compress_hostlist(sorted(together, key=natural_key)) if len(together) > 1 else top
+        for top, together in members.items()
+    }
     return {name: shown[find(name)] for name in root}

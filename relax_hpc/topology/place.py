@@ -205,7 +205,8 @@ def _layouts(labels: Labels, shape: Shape, per_node: int) -> Iterator[tuple[str,
     for height in _heights(len(grid)):
         for unit in units:
             walk = _walk(grid, height, unit)
-            for chunk in dict.fromkeys((unit, unit * height)):
+            # What a leaf should hold as a whole: a unit, a column of the strip, the strip itself.
+            for chunk in dict.fromkeys((unit, unit * height, grid.shape[1] * height)):
                 order = np.empty(grid.size, dtype=np.int64)
                 order[walk] = _fill(labels, grid.size, chunk)
                 yield f"{height} stages high, units of {unit}, leaves by {chunk}", order
