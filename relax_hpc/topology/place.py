@@ -253,12 +253,14 @@ def _walk(grid: Ranks, height: int, unit: int) -> Ranks:
 
 
 def _fill(labels: Labels, size: int, chunk: int) -> Ranks:
-    """Host numbers, leaf by leaf in whole chunks; what is left of the leaves comes last."""
-    leaves = _leaves(labels)
-    _drop_spares(leaves, labels.shape[1] - size, chunk)
+    """Host numbers, leaf by leaf in whole chunks; what is left of the leaves comes last.
+
+    The end is cut off: spares are what fits worst. (Tried: small leaves or rests as spares first;
+    worse, because a single host may be what the rest of another leaf lacks.)
+    """
     whole: list[int] = []
     rests: list[list[int]] = []
-    for leaf in leaves:
+    for leaf in _leaves(labels):
         cut = len(leaf) // chunk * chunk
         whole += leaf[:cut]
         rests += [leaf[cut:]] if leaf[cut:] else []
@@ -278,19 +280,6 @@ def _leaves(labels: Labels) -> list[list[int]]:
     for host in sorted(range(labels.shape[1]), key=lambda host: (key(host), host)):
         found.setdefault(int(labels[1][host]), []).append(host)
     return list(found.values())
-
-
-def _drop_spares(leaves: list[list[int]], num_spares: int, chunk: int) -> None:
-    """Take hosts away where they are least use: whole small leaves, then what fills no chunk."""
-    for leaf in sorted(leaves, key=len):
-        if len(leaf) <= num_spares:
-            num_spares -= len(leaf)
-            leaf.clear()
-    for leaf in sorted(leaves, key=lambda leaf: len(leaf) % chunk):
-        rest = len(leaf) % chunk
-        if 0 < rest <= num_spares:
-            num_spares -= rest
-            del leaf[-rest:]
 
 
 def _pack(rests: list[list[int]], chunk: int) -> list[int]:
@@ -324,7 +313,8 @@ def _kept_order(fabric: Fabric, names: Sequence[str], previous: Sequence[str]) -
     free = [name for name in names if name not in set(previous)]
     paths = dict(zip(free, fabric.all_paths(free), strict=True))
     for slot, path in zip(lost, fabric.all_paths([previous[slot] for slot in lost]), strict=True):
-        spare = min(paths, key=lambda host: (_apart(path, paths[host]), natural_key(host)))
+        # The names are sorted and min takes the first of equals.
+        spare = min(paths, key=lambda host: _apart(path, paths[host]))
         order[slot] = number[spare]
         del paths[spare]
     return order

@@ -10,7 +10,7 @@ import pytest
 from relax_hpc.errors import TopologyError
 from relax_hpc.topology.cost import LinkRates, Workload, evaluate, labels_of, traffic
 from relax_hpc.topology.fabric import Fabric, flat_fabric, parse_topology
-from relax_hpc.topology.place import MAX_EXTRA_LINK_BYTES, Placement, place_ranks
+from relax_hpc.topology.place import MAX_EXTRA_LINK_BYTES, Placement, _walk, place_ranks
 from relax_hpc.topology.ranks import PIPELINE_INNER_ORDER, Shape
 
 DENSE = Workload(layers=80, hidden=8192, kv_hidden=1024, dense_params=72e9)
@@ -128,23 +128,36 @@ def test_near_the_best_of_all_orders(seed: int) -> None:
 
 
 def test_ep_groups_get_whole_leaves_and_rests_are_joined() -> None:
-    """Leaves of 7, 5 and 4 hosts, EP groups of 4 hosts: three whole groups, one of 3 + 1."""
-    leaves = [[f"a{i}" for i in range(7)], [f"b{i}" for i in range(5)], [f"c{i}" for i in range(4)]]
+    """Leaves of 7, 7, 5 and 5 hosts, EP groups of 4 hosts: a whole one each, two of 3 + 1."""
+    leaves = [
+        [f"{leaf}{i}" for i in range(size)] for leaf, size in zip("abcd", (7, 5, 7, 5), strict=True)
+    ]
     fabric = tree(leaves)
     hosts = dict.fromkeys(
         [name for row in itertools.zip_longest(*leaves) for name in row if name], 8
     )
-    found = place_ranks(fabric, hosts, Shape(world=128, ep=32, etp=1), MOE)
-    groups = [found.hosts[first : first + 4] for first in range(0, 16, 4)]
+    found = place_ranks(fabric, hosts, Shape(world=192, ep=32, etp=1), MOE)
+    groups = [found.hosts[first : first + 4] for first in range(0, 24, 4)]
     spread = sorted(len({host[0] for host in group}) for group in groups)
-    assert spread == [1, 1, 1, 2]
+    assert spread == [1, 1, 1, 1, 2, 2]
 
 
-def test_spares_come_from_the_smallest_leaves() -> None:
-    leaves = [[f"a{i}" for i in range(8)], ["b0", "b1"], [f"c{i}" for i in range(8)], ["d0"]]
-    hosts = dict.fromkeys([name for leaf in leaves for name in leaf], 8)
-    found = place_ranks(tree(leaves), hosts, Shape(world=128, tp=8, pp=2), DENSE)
-    assert sorted(found.spares) == ["b0", "b1", "d0"]
+def test_spares_are_small_leaves_also_under_a_large_switch() -> None:
+    fabric = parse_topology(
+        "SwitchName=l1 Nodes=a[1-8]\nSwitchName=l2 Nodes=b1\nSwitchName=l3 Nodes=c[1-8]\n"
+        "SwitchName=s1 Switches=l1,l2\nSwitchName=s2 Switches=l3\nSwitchName=core Switches=s1,s2\n"
+    )
+    hosts = dict.fromkeys(sorted(fabric.paths, key=lambda host: host[1:] + host), 8)
+    found = place_ranks(fabric, hosts, Shape(world=128, tp=8, pp=2), DENSE)
+    assert found.spares == ("b1",)
+
+
+def test_a_leaf_over_the_end_of_a_strip_holds_the_same_columns_of_both() -> None:
+    grid = np.arange(24).reshape(4, 6)
+    walk = _walk(grid, height=2, unit=2).tolist()
+    assert walk[:12] == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert walk[12:16] == [16, 17, 22, 23]  # below 4, 5, 10, 11
+    assert sorted(walk) == list(range(24))
 
 
 def rectangle_case() -> tuple[Fabric, dict[str, int], Shape]:
@@ -171,6 +184,17 @@ def test_a_lost_node_is_replaced_in_place_by_the_nearest_spare() -> None:
     assert place_ranks(fabric, hosts, shape, DENSE, previous=first.hosts).hosts == first.hosts
 
 
+def test_two_nodes_of_a_leaf_are_replaced_by_two_spares() -> None:
+    fabric, hosts, shape = rectangle_case()
+    first = place_ranks(fabric, hosts, shape, DENSE)
+    lost = [host for host in first.hosts if fabric.path(host)[0] == fabric.path(first.hosts[0])[0]][
+        :2
+    ]
+    second = place_ranks(fabric, hosts, shape, DENSE, exclude=lost, previous=first.hosts)
+    assert (second.layout, moved(first, second)) == ("kept", 2)
+    assert len(set(second.hosts)) == 32
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_after_a_requeue_on_other_nodes_no_rank_moves_without_need(seed: int) -> None:
     rng = random.Random(seed)
@@ -180,6 +204,7 @@ def test_after_a_requeue_on_other_nodes_no_rank_moves_without_need(seed: int) ->
     other = dict.fromkeys(sorted(rng.sample(sorted(hosts), 34)), 8)
     second = place_ranks(fabric, other, shape, DENSE, previous=first.hosts)
     fresh = place_ranks(fabric, other, shape, DENSE)
+    assert sorted([*second.hosts, *second.spares]) == sorted(other)
     assert second.cost.link_bytes <= (1 + MAX_EXTRA_LINK_BYTES) * fresh.cost.link_bytes
     if second.layout == "kept":
         assert moved(first, second) == len(set(first.hosts) - set(other))
