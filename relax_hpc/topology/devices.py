@@ -6,6 +6,7 @@ Parsers only: the text or the folder is given, so that a recorded one is as good
 import dataclasses
 import enum
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -234,3 +235,38 @@ def local_gpu_order(devices: NodeDevices, tp: int) -> tuple[int, ...]:
         key=lambda group: (numa[group[0]], group[0]),
     )
     return tuple(gpu for group in groups for gpu in group)
+
+
+def odd_nodes(devices: Mapping[str, NodeDevices]) -> dict[str, str]:
+    """Name the nodes that are not like most others, with what differs.
+
+    One NIC less on one node makes NCCL hang or fall back on all of them (nccl#2428), one GPU less
+    too (nccl#2385): such nodes are to be excluded before a run starts.
+
+    Returns:
+        host -> e.g. `7 NICs (most have 8)`; empty if all are alike.
+    """
+    facts = {host: _facts(node) for host, node in sorted(devices.items())}
+    usual = {
+        what: Counter(fact[what] for fact in facts.values()).most_common(1)[0][0]
+        for what in next(iter(facts.values()), {})
+    }
+    odd = {}
+    for host, fact in facts.items():
+        differs = [
+            f"{fact[what]} (most have {usual[what]})" for what in fact if fact[what] != usual[what]
+        ]
+        if differs:
+            odd[host] = ", ".join(differs)
+    return odd
+
+
+def _facts(node: NodeDevices) -> dict[str, str]:
+    links = Counter("none" if gpu.nic_link is None else gpu.nic_link.name for gpu in node.gpus)
+    return {
+        "gpus": f"{len(node.gpus)} GPUs",
+        "nvlink": f"NVLink groups of {sorted(map(len, node.nvlink_groups))}",
+        "nics": f"{len(node.nics)} NICs",
+        "rails": "nearest NICs by "
+        + " ".join(f"{name} x {n}" for name, n in sorted(links.items())),
+    }

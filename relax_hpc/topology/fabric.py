@@ -175,7 +175,7 @@ def _blocks(records: Sequence[dict[str, str]], larger: Sequence[dict[str, str]])
     below: dict[int, list[str]] = {}  # size in blocks -> names that have a parent of that size
     for record in larger:
         name = record["aggregatedblock"]
-        members = expand_hostlist(name)
+        members = _names(record, "aggregatedblock")
         below.setdefault(len(members), []).append(name)
     sizes = sorted(below)
     for size, next_size in zip([1, *sizes], sizes, strict=False):

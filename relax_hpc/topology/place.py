@@ -25,6 +25,7 @@ from relax_hpc.topology.cost import (
     Traffic,
     Workload,
     evaluate,
+    gain,
     labels_of,
     traffic,
 )
@@ -58,6 +59,25 @@ class Placement:
     def host_of(self, rank: int) -> str:
         """Host of a rank."""
         return self.hosts[rank // self.per_node]
+
+    def summary(self) -> list[str]:
+        """Return lines for a terminal or a log: what was chosen, and its worth in a train step."""
+        old, new = self.block_cost, self.cost
+        saved = gain(old, new)
+        lines = [
+            f"{self.shape.world} ranks on {len(self.hosts)} nodes, {len(self.spares)} spare: "
+            f"{self.layout}",
+            f"over the spine {new.spine_bytes / 1e9:.1f} GB a step, {saved['spine_bytes']:.1%} "
+            f"less than Slurm's block order ({old.spine_bytes / 1e9:.1f} GB)",
+            f"links a byte {new.mean_hops:.2f} (block order {old.mean_hops:.2f}); busiest links "
+            f"{new.expected_s:.2f} s ({old.expected_s:.2f} s), without overlap",
+        ]
+        for name, (most, mean) in new.leaf_spread.items():
+            lines.append(
+                f"{name} groups under {mean:.1f} leaves, at most {most} "
+                f"(block order {old.leaf_spread[name][1]:.1f}, {old.leaf_spread[name][0]})"
+            )
+        return [*lines, *self.notes]
 
 
 def place_ranks(

@@ -10,6 +10,7 @@ from relax_hpc.topology.devices import (
     Link,
     NodeDevices,
     local_gpu_order,
+    odd_nodes,
     parse_cpu_list,
     parse_topo_matrix,
     read_sysfs,
@@ -122,6 +123,32 @@ def test_order_of_gpus_keeps_tp_inside_nvlink() -> None:
     assert local_gpu_order(parse_topo_matrix(PCIE_ONLY), tp=4) == (0, 1, 2, 3)
     with pytest.raises(TopologyError, match=r"tp=4 does not fit into NVLink groups of \[2, 2\]"):
         local_gpu_order(parse_topo_matrix(BRIDGED), tp=4)
+
+
+def test_nodes_that_are_not_like_the_others_are_named() -> None:
+    whole = parse_topo_matrix(NVSWITCH)
+    without_nic = (
+        "\n".join(
+            line
+            for line in NVSWITCH.replace("NIC2\t", "", 1).splitlines()
+            if not line.startswith("NIC2")
+        )
+        .replace("\tSYS\t0-55", "\t0-55")
+        .replace("\tPIX\t56", "\t56")
+    )
+    broken_link = NVSWITCH.replace("NV18", "SYS")
+    nodes = {
+        "n1": whole,
+        "n2": whole,
+        "n3": parse_topo_matrix(without_nic),
+        "n4": parse_topo_matrix(broken_link),
+        "n5": whole,
+    }
+    odd = odd_nodes(nodes)
+    assert set(odd) == {"n3", "n4"}
+    assert odd["n3"].startswith("2 NICs (most have 3 NICs), nearest NICs by PXB x 1 SYS x 1 (most")
+    assert odd["n4"] == "NVLink groups of [1, 1] (most have NVLink groups of [2])"
+    assert odd_nodes({"n1": whole, "n2": whole}) == odd_nodes({}) == {}
 
 
 def test_cpu_lists() -> None:

@@ -142,6 +142,20 @@ def test_ep_groups_get_whole_leaves_and_rests_are_joined() -> None:
     assert spread == [1, 1, 1, 1, 2, 2]
 
 
+def test_leaves_smaller_than_an_ep_group_are_joined_under_one_switch() -> None:
+    """Leaves of 2 hosts, EP groups of 4 hosts: both leaves of a group under one spine."""
+    leaves = [[f"l{i}.a.b", f"l{i}.c.d"] for i in range(8)]  # names with dots
+    hosts = dict.fromkeys(
+        sorted((host for leaf in leaves for host in leaf), key=lambda h: h[2:]), 8
+    )
+    fabric = tree(leaves, pods=2)
+    found = place_ranks(fabric, hosts, Shape(world=128, ep=32, etp=1), MOE)
+    for first in range(0, 16, 4):
+        paths = [fabric.path(host) for host in found.hosts[first : first + 4]]
+        assert len({path[0] for path in paths}) == 2
+        assert len({path[1] for path in paths}) == 1
+
+
 def test_spares_are_small_leaves_also_under_a_large_switch() -> None:
     fabric = parse_topology(
         "SwitchName=l1 Nodes=a[1-8]\nSwitchName=l2 Nodes=b1\nSwitchName=l3 Nodes=c[1-8]\n"
@@ -165,6 +179,17 @@ def rectangle_case() -> tuple[Fabric, dict[str, int], Shape]:
     random.Random(3).shuffle(names)
     fabric = tree([names[first : first + 9] for first in range(0, 36, 9)])
     return fabric, dict.fromkeys(sorted(names), 8), Shape(world=256, tp=8, pp=4)
+
+
+def test_the_summary_tells_what_was_gained() -> None:
+    fabric, hosts, shape = rectangle_case()
+    found = place_ranks(fabric, {**hosts, "small": 4}, shape, DENSE)
+    lines = found.summary()
+    assert lines[0].startswith("256 ranks on 32 nodes, 4 spare: ")
+    saved = 1 - found.cost.spine_bytes / found.block_cost.spine_bytes
+    assert f"{saved:.1%} less than Slurm's block order" in lines[1]
+    assert "tp groups under 1.0 leaves, at most 1 (block order 1.0, 1)" in lines
+    assert lines[-1] == "small left out: 4 GPUs, the others give 8 each"
 
 
 def moved(before: Placement, after: Placement) -> int:
