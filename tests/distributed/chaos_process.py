@@ -29,6 +29,8 @@ from relax_hpc.transfer.transfer_queue import TransferQueue
 
 NUM_PROMPTS = 64
 GROUP_SIZE = 2
+SPILLED = "spilled"
+"""File of the run folder: an engine's payload went to disk."""
 DROPPED = "uninformative"
 
 
@@ -150,6 +152,9 @@ def rollout(me: Identity) -> None:
                 queue.return_group(slot, "aborted")
             else:
                 queue.put_group(slot, make_group(slot, version))
+                stats = queue.arena_stats()
+                if stats is not None and stats.spilled_bytes:
+                    (me.run.path / SPILLED).touch()
 
 
 def ref(me: Identity) -> None:
