@@ -294,7 +294,7 @@ def test_a_stopped_server_is_a_deadline_error_that_names_it(
     with pytest.raises(DeadlineError, match=expected):
         client.read_blocks("n1", refs, soon(1.0), stop)
     # A stream whose part had arrived before the stop is used again: no handshake then.
-    with pytest.raises(DeadlineError, match="no byte of (handshake|reply)"):
+    with pytest.raises(DeadlineError, match=r"no byte of (handshake|reply)"):
         client.read_blocks("n1", refs, soon(2.0))
     os.kill(process.process.pid, signal.SIGCONT)
     assert same(folder, refs, client.read_blocks("n1", refs, soon())), "no late byte of the first"
