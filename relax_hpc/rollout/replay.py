@@ -32,6 +32,7 @@ from relax_hpc.config import Config, RolloutConfig, StalePolicy
 from relax_hpc.errors import StaleIncarnationError, TransferError
 from relax_hpc.log import kv
 from relax_hpc.records import PromptSlot, Sample
+from relax_hpc.rollout.loop import Metrics, Progress
 from relax_hpc.transfer.archive import list_groups, read_trained
 from relax_hpc.transfer.archive_file import ArchivedGroup, StepReader
 from relax_hpc.transfer.ledger import ticket_of
@@ -126,27 +127,6 @@ class Queue(typing.Protocol):
 
     def evals_pending(self) -> list[int]:
         """Versions whose evaluation is not finished."""
-        ...
-
-
-class Progress(typing.Protocol):
-    """What the feeder uses of `control.Membership`."""
-
-    @property
-    def is_replaced(self) -> bool:
-        """A newer incarnation of this step runs."""
-        ...
-
-    def report(self, **progress: int | float | str) -> None:
-        """Note progress; never blocks."""
-        ...
-
-
-class Metrics(typing.Protocol):
-    """What the feeder uses of `metrics.MetricWriter`."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
         ...
 
 
