@@ -31,7 +31,12 @@ def resolve_inputs(config: Config) -> Config:
     )
     run = dataclasses.replace(config.run, folder=str(Path(config.run.folder).absolute()))
     model = dataclasses.replace(config.model, path=str(path.absolute()))
-    return dataclasses.replace(config, run=run, model=model, data=data)
+    rollout = dataclasses.replace(config.rollout, replay=_absolute(config.rollout.replay))
+    spill_folder = _absolute(config.transfer.spill_folder)
+    transfer = dataclasses.replace(config.transfer, spill_folder=spill_folder)
+    return dataclasses.replace(
+        config, run=run, model=model, data=data, rollout=rollout, transfer=transfer
+    )
 
 
 def _absolute(source: str) -> str:
@@ -85,6 +90,20 @@ def check_data(config: Config) -> None:
     check_source(config.data)
 
 
+def check_replay(config: Config) -> None:
+    """Check that `rollout.replay` names a folder of archived groups.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    folder = config.rollout.replay
+    if folder and next(Path(folder).glob("step_*"), None) is None:
+        raise ConfigError(
+            f"rollout.replay={folder!r}: holds no archived groups (step_*); name the trajectories "
+            "folder of a run that had rollout.archive"
+        )
+
+
 def check_reward(config: Config) -> None:
     """Check that the reward's name is known, or the path of a function in a package that exists.
 
@@ -115,7 +134,7 @@ def check_reward(config: Config) -> None:
         )
 
 
-_CHECKS = (check_model, check_data, check_reward)
+_CHECKS = (check_model, check_data, check_replay, check_reward)
 
 
 def partition_faults(config: Config, plan: Plan, faults: list[str]) -> str:

@@ -123,3 +123,15 @@ def test_a_local_run_needs_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     config = config_of(SMALL)
     preflight.check_slurm(config, build_plan(config, Site(name="test")))
+
+
+def test_a_folder_to_replay_is_looked_at_before_the_queue(tmp_path: Path) -> None:
+    """A relative one is that of the submission, also when the run is resumed from elsewhere."""
+    changes = {"rollout__replay": "old/trajectories", "transfer__spill_folder": "disk"}
+    config = preflight.resolve_inputs(config_of(SMALL, **changes))
+    assert config.rollout.replay == str(tmp_path / "old" / "trajectories")
+    assert config.transfer.spill_folder == str(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="holds no archived groups"):
+        preflight.check_inputs(config)
+    (tmp_path / "old" / "trajectories" / "step_000000").mkdir(parents=True)
+    preflight.check_inputs(config)
