@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 RANGE_BYTES = 8 * 2**20
 """Bytes of one remote read: large against a round trip, small against the agent's memory."""
 _RPC_S = 120.0  # longer than a restart of the dcs step takes
-_GRACE_S = 30.0  # a long-poll's reply may be this late, or the service restarts meanwhile
 
 
 class ReadShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +74,14 @@ class WeightPublisher:
         specs: Sequence[TensorSpec],
         num_shards: int,
         shard_rank: int,
-        timeout_s: float = 600.0,
+        meet: Callable[[], object] = lambda: None,
+        timeout_s: float = _RPC_S,
     ) -> VersionId:
         """Write this rank's pieces to shared memory, announce them, wait until all ranks did.
 
         When it returns, engines can fetch the version. Every publishing rank calls it with the
-        same version, specs and num_shards, at about the same time; none talks to another.
+        same version, specs and num_shards, at about the same time. Ranks wait for each other in
+        `meet`, not here: a collective fails at once when one of them has died.
 
         Args:
             version: Policy version (applied optimizer steps); grows within an incarnation.
@@ -88,12 +89,15 @@ class WeightPublisher:
             specs: All canonical (Hugging Face) tensors of the model, not only this rank's.
             num_shards: Number of publishing ranks.
             shard_rank: This one, 0 .. num_shards - 1.
-            timeout_s: For the announcements of all ranks, from the end of our own writing.
+            meet: Called when our shard is announced; returns when the other ranks called theirs,
+                and raises when one of them cannot. A lone rank needs none.
+            timeout_s: For the announcements of all ranks, from the end of `meet`.
 
         Raises:
             WeightSyncError: the shards do not cover the specs exactly once, /dev/shm is full, a
                 rank did not announce in time. The old version keeps being served.
             StaleIncarnationError: a newer train step has published; this process must end.
+            Exception: what `meet` raises.
         """
         started = time.monotonic()
         number = VersionId(self._identity.incarnation, version)
@@ -105,10 +109,13 @@ class WeightPublisher:
             specs_digest=specs_digest(all_specs),
             specs=None,
             write_s=time.monotonic() - started,
-            timeout_s=timeout_s,
+            timeout_s=0.0,
         )
         try:
             self._announce(request, all_specs)
+            meet()
+            # Also after a restart of the coordinator, which forgets versions that are not whole.
+            self._announce(msgspec.structs.replace(request, timeout_s=timeout_s), all_specs)
         except (WeightSyncError, StaleIncarnationError):
             self._store.discard_shard(number, shard_rank)
             raise
@@ -119,9 +126,10 @@ class WeightPublisher:
         manifest, deadline = request.manifest, time.monotonic() + request.timeout_s
         why = f"publishing {manifest.version}, shard rank {manifest.rank} of {request.num_shards}"
         while True:
-            left_s = max(deadline - time.monotonic(), 1.0)
-            request = msgspec.structs.replace(request, timeout_s=left_s)
-            call_s = left_s + _GRACE_S
+            if request.timeout_s > 0:
+                left_s = max(deadline - time.monotonic(), 1.0)
+                request = msgspec.structs.replace(request, timeout_s=left_s)
+            call_s = request.timeout_s + _RPC_S
             reply = self._rpc.call("announce", request, Announced, timeout_s=call_s, why=why)
             if not reply.needs_specs:
                 return

@@ -5,8 +5,9 @@
     engines ----wait_newer, acquire, release--->|  (bytes go from node to node, not through here)
     node agents --sweep(what is here)---------->|--what can go--> they unlink it
 
-Waits: announce waits until all shards of its version came (unblocked by the last one), wait_newer
-for a commit, sweep for a retirement or a released lease; all end at the caller's deadline.
+Waits: a second announce waits until all shards of its version came (unblocked by the last one;
+the first waits for nobody), wait_newer for a commit, sweep for a retirement or a released lease;
+all end at the caller's deadline.
 
 Restart: one file per served version is the journal. Publishers and engines that wait are answered
 again after the restart, because their requests are repeated; so pending versions need no record.
@@ -40,7 +41,7 @@ LEASE_S = 120.0
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True):
-    """A train rank wrote its shard; waits until the version is whole."""
+    """A train rank wrote its shard; said again with a time-out, it waits for the whole version."""
 
     manifest: ShardManifest
     num_shards: int
@@ -50,10 +51,14 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True):
     write_s: float
     """Seconds that writing the shard took."""
     timeout_s: float
+    """For the shards of the other ranks; 0: do not wait for them."""
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """The version is committed, or `needs_specs`: send the announcement again with the specs."""
+    """The shard is known, and so are all others when the announcement waited for them.
+
+    `needs_specs`: it is not, send the announcement again with the specs.
+    """
 
     needs_specs: bool
 
@@ -177,6 +182,8 @@ class WeightCoordinator:
             if specs is None:
                 return Announced(needs_specs=True)
             await self._add_shard(request, specs)
+        if request.timeout_s == 0:
+            return Announced(needs_specs=False)
         if not await self._wait(lambda: self.table.is_settled(version), request.timeout_s):
             raise WeightSyncError(
                 f"weights {version}: the shards of ranks {self.table.missing_ranks(version)} of "

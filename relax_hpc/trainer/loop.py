@@ -15,10 +15,11 @@
     cut_ledger(N+1)   ---- rank 0 ---> checkpoint, now and then, with the ledger
 
 Waits of this loop: `take_chunk` (leaders; for rollout), the broadcast inside a replica (other
-ranks; for their leader), reductions over all ranks (for the slowest), `publish` (for the ranks of
-replica 0). Collectives time out later than `take_chunk`, so the first error is the one with the
-cause. Nobody knows how many micro-batches a chunk has before it arrives: replicas align their
-counts by a maximum and fill up with micro-batches of weight zero.
+ranks; for their leader), reductions over all ranks (for the slowest). In `publish`, too, a rank
+that waits for another waits in a collective, which fails at once when that rank dies. Collectives
+time out later than `take_chunk`, so the first error is the one with the cause. Nobody knows how
+many micro-batches a chunk has before it arrives: replicas align their counts by a maximum and fill
+up with micro-batches of weight zero.
 """
 
 import dataclasses
@@ -124,8 +125,9 @@ class Publisher(typing.Protocol):
         specs: Sequence[TensorSpec],
         num_shards: int,
         shard_rank: int,
+        meet: typing.Callable[[], object],
     ) -> object:
-        """Publish this rank's shard of a version."""
+        """Publish this rank's shard of a version; `meet` returns when all ranks called it."""
         ...
 
 
@@ -209,7 +211,7 @@ class TrainLoop:
         if self._place.global_rank == 0:
             self._services.queue.begin_train(step, self._services.keeper.ledger)
         # Nobody takes a chunk, or serves weights, before the queue knows where training restarts.
-        self._backend.sum_over_ranks(np.zeros(1))
+        self._meet()
         self._publish(step)
         while step < total:
             if not self._train_step(step):
@@ -342,7 +344,13 @@ class TrainLoop:
                 self._backend.specs(),
                 self._place.shards_per_replica,
                 self._place.shard_rank,
+                self._meet,
             )
+        else:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._backend.sum_over_ranks(np.zeros(1))
 
     def _save(self, step: int, with_hf: bool) -> None:
         keeper = self._services.keeper

@@ -82,8 +82,10 @@ class FakePublisher:
         specs: Sequence[TensorSpec],
         num_shards: int,
         shard_rank: int,
+        meet: Callable[[], object],
     ) -> None:
         assert 0 <= shard_rank < num_shards
+        meet()
         self.version, self.num_shards = version, num_shards
         self.pieces, self.specs = list(pieces), list(specs)
 

@@ -53,10 +53,11 @@ class StepRun:
         self.tasks: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, role: str, *, world: int = 1, incarnation: int = 1
+        self, role: str, *, world: int = 1, incarnation: int = 1, module: str = ""
     ) -> list[subprocess.Popen[bytes]]:
-        """Start all tasks of a role."""
-        module = "forward" if role in ("ref", "logprob") else role
+        """Start all tasks of a role; `module`: instead of the role's own."""
+        step = "forward" if role in ("ref", "logprob") else role
+        module = module or f"relax_hpc.steps.{step}"
         started = []
         for rank in range(world):
             place = LocalPlace(rank=rank, world=world, local_rank=rank, node=NODE)
@@ -70,7 +71,7 @@ class StepRun:
             )
             with (self.folder.path / f"{role}.{incarnation}.{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", f"relax_hpc.steps.{module}"],
+                    [sys.executable, "-m", module],
                     env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
                     cwd=ROOT,
                     stdout=log,

@@ -93,6 +93,18 @@ def test_killed_train_rank_resumes_from_the_checkpoint(make_run: Callable[..., S
     assert "resumed step=" in run.log("train", 2)
 
 
+def test_rank_killed_before_its_announcement_is_noticed_by_its_peer(
+    make_run: Callable[..., StepRun],
+) -> None:
+    run = make_run(train={"tp": 2}, resources={"train": {"ranks": 2}})
+    run.start("dcs")
+    run.start("rollout")
+    train = run.start("train", world=2, module="tests.distributed.dying_train_step")
+    run.wait_until(lambda: train[1].poll() is not None, "death of rank 1")
+    # The version can never be whole: the peer must not wait for it until the time-out.
+    assert run.wait_exit(train, 60) == [1, -signal.SIGKILL]
+
+
 def test_sigterm_saves_the_last_step(make_run: Callable[..., StepRun]) -> None:
     run = make_run(run={"train_steps": 1000}, train={"save_interval": 0})
     run.start("dcs")

@@ -218,6 +218,24 @@ def test_missing_rank_is_named_at_the_deadline(run):
         run.publisher().publish(0, tp_pieces(random_weights(0), 0), SPECS, 2, 0, timeout_s=0.3)
 
 
+def test_ranks_wait_for_each_other_in_the_meeting_with_their_shards_announced(run):
+    coordinator = run.coordinator()
+    number, seen = VersionId(1, 0), []
+
+    def peer_is_dead():
+        seen.append(coordinator.table.missing_ranks(number))
+        raise RuntimeError("Connection closed by peer")
+
+    pieces = tp_pieces(random_weights(0), 0)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        run.publisher().publish(0, pieces, SPECS, 2, 0, peer_is_dead)
+    assert seen == [[1]]
+    # The train step that starts next publishes; nobody was ever told of the half version.
+    weights = random_weights(1)
+    assert publish_tp2(run, 0, weights, incarnation=2) == VersionId(2, 0)
+    assert run.subscriber().wait_newer(None, 10) == VersionId(2, 0)
+
+
 def test_kill_of_a_publisher_in_the_middle_leaves_the_old_version_served(run):
     run.coordinator()
     run.agent("n01")
