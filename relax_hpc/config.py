@@ -250,8 +250,8 @@ class RolloutConfig:
     eval_top_p: float = 1.0
     eval_max_response_tokens: int = 0
     """0 = max_response_tokens."""
-    sglang_args: dict[str, str] = dataclasses.field(default_factory=dict)
-    """More `sglang.launch_server` options: {"attention-backend" = "fa3"}; empty value: a flag."""
+    sglang_args: dict[str, str | int | float] = dataclasses.field(default_factory=dict)
+    """More `sglang.launch_server` options: {"attention-backend" = "fa3"}; empty text: a flag."""
 
     def __post_init__(self) -> None:
         check_numbers("rollout", self)

@@ -69,7 +69,7 @@ def read_model_config(config: Config) -> dict[str, typing.Any]:
     return tree
 
 
-def _number(options: Mapping[str, str], *names: str) -> int:
+def _number(options: Mapping[str, str | int | float], *names: str) -> int:
     """Value of an SGLang option under one of its names; 1 when it is not set."""
     for name in names:
         if name in options:

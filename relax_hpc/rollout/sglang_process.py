@@ -66,7 +66,7 @@ def server_arguments(config: Config, model: Path, device: str) -> dict[str, str]
     if device == "cpu":
         arguments["attention-backend"] = "torch_native"
         arguments["max-total-tokens"] = str(config.rollout.max_tokens_in_cache)
-    return arguments | config.rollout.sglang_args
+    return arguments | {name: str(value) for name, value in config.rollout.sglang_args.items()}
 
 
 def server_environment(

@@ -45,10 +45,12 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_arguments_of_a_cpu_and_a_gpu_engine(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tp=2, sglang_args={"attention-backend": "fa3", "log-requests": ""})
+    given = {"attention-backend": "fa3", "log-requests": "", "mem-fraction-static": 0.4}
+    config = config_of(tmp_path, tp=2, sglang_args=given)
     cpu = server_arguments(config, tmp_path / "m", "cpu")
     assert (cpu["tp-size"], cpu["model-path"]) == ("2", str(tmp_path / "m"))
     assert (cpu["attention-backend"], cpu["log-requests"]) == ("fa3", "")
+    assert cpu["mem-fraction-static"] == "0.4"
     assert cpu["max-total-tokens"] == "20000"
     assert "max-total-tokens" not in server_arguments(config, tmp_path, "cuda")
 
