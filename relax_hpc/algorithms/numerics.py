@@ -4,7 +4,9 @@ Legend: T tokens, V vocabulary columns of this rank (padding included), VT all c
 
 One autograd function gives both values in one pass. It keeps the logits as they came (bfloat16
 stays bfloat16) and recomputes the softmax chunk by chunk in the backward pass: at a vocabulary of
-150,000 the float32 copies of a whole micro-batch would be the largest tensors of the step.
+150,000 the float32 copies of a whole micro-batch would be the largest tensors of the step. On GPUs
+the functions that touch every logit are compiled into one kernel each, which reads the logits and
+writes what it returns, nothing in between.
 """
 
 import dataclasses
@@ -12,6 +14,8 @@ import typing
 
 import torch
 import torch.distributed as dist
+
+from relax_hpc.algorithms.fused import fused
 
 DEFAULT_CHUNK_TOKENS = 2048
 
@@ -106,19 +110,22 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         """Recompute p chunk by chunk and write the gradient in the logits' own dtype."""
         logits, targets, log_sum, entropy = ctx.saved_tensors
+        num_real = ctx.shard.num_real(logits.shape[1])
         grad_logits = torch.zeros_like(logits)  # padding columns stay 0
+        if num_real == 0:
+            return grad_logits, None, None, None, None, None
         for start in range(0, logits.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            num_real = ctx.shard.num_real(logits.shape[1])
-            log_p = logits[rows, :num_real].float() / ctx.temperature - log_sum[rows, None]
-            p = log_p.exp()
-            grad = p * -grads[0][rows, None]
             local, is_local = _local_targets(targets[rows], ctx.shard, num_real)
-            if num_real > 0:
-                grad.scatter_add_(1, local[:, None], (grads[0][rows] * is_local)[:, None])
-            if ctx.with_entropy:
-                grad -= p * (log_p + entropy[rows, None]) * grads[1][rows, None]
-            grad_logits[rows, :num_real] = (grad / ctx.temperature).to(logits.dtype)
+            grad_logits[rows, :num_real] = _gradient(
+                logits[rows, :num_real],
+                log_sum[rows],
+                local,
+                grads[0][rows],
+                grads[0][rows] * is_local,
+                (entropy[rows], grads[1][rows]) if ctx.with_entropy else None,
+                ctx.temperature,
+            )
         return grad_logits, None, None, None, None, None
 
 
@@ -139,18 +146,75 @@ def _chunk_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs, entropy and log(sum(exp(z))), each [t] float32, of one chunk."""
     num_real = shard.num_real(logits.shape[1])
-    z = logits[:, :num_real].float() / temperature
-    lowest = torch.finfo(torch.float32).min
-    peak = z.amax(-1) if num_real > 0 else z.new_full((z.shape[0],), lowest)
+    if num_real > 0:
+        peak = _peak(logits[:, :num_real], temperature)
+    else:
+        lowest = torch.finfo(torch.float32).min
+        peak = logits.new_full((logits.shape[0],), lowest, dtype=torch.float32)
     peak = shard.reduce(peak, dist.ReduceOp.MAX)
-    exp_z = (z - peak[:, None]).exp()
-    local, is_local = _local_targets(targets, shard, num_real)
-    z_target = z.gather(1, local[:, None])[:, 0] if num_real > 0 else torch.zeros_like(peak)
-    parts = [exp_z.sum(-1), torch.where(is_local, z_target, 0.0)]
-    if with_entropy:
-        parts.append((exp_z * z).sum(-1))
-    sums = shard.reduce(torch.stack(parts))
+    if num_real > 0:
+        local, is_local = _local_targets(targets, shard, num_real)
+        sums = _sums(logits[:, :num_real], peak, local, is_local, temperature, with_entropy)
+    else:
+        sums = peak.new_zeros((3 if with_entropy else 2, len(peak)))
+    sums = shard.reduce(sums)
     log_sum = peak + sums[0].log()
     # H = log(sum(exp(z))) - E[z]
     entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
     return sums[1] - log_sum, entropy, log_sum
+
+
+@fused
+def _peak(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the largest z of each token, [t] float32."""
+    return (logits.float() / temperature).amax(-1)
+
+
+@fused
+def _sums(
+    logits: torch.Tensor,
+    peak: torch.Tensor,
+    local: torch.Tensor,
+    is_local: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> torch.Tensor:
+    """Return sum(exp(z - peak)), z of the target and, for the entropy, sum(exp(z - peak) z)."""
+    z = logits.float() / temperature
+    exp_z = (z - peak[:, None]).exp()
+    z_target = z.gather(1, local[:, None])[:, 0]
+    parts = [exp_z.sum(-1), torch.where(is_local, z_target, 0.0)]
+    if with_entropy:
+        parts.append((exp_z * z).sum(-1))
+    return torch.stack(parts)
+
+
+@fused
+def _gradient(
+    logits: torch.Tensor,
+    log_sum: torch.Tensor,
+    local: torch.Tensor,
+    grad: torch.Tensor,
+    grad_target: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Return d loss / d logits [t, V] in the logits' dtype.
+
+    Args:
+        logits: [t, V].
+        log_sum: [t] log(sum(exp(z))).
+        local: [t] column of the target.
+        grad: [t] of the log-probability.
+        grad_target: [t] the same where the target is one of these columns, else 0.
+        entropy: entropy and its gradient, each [t].
+        temperature: divides the logits.
+    """
+    log_p = logits.float() / temperature - log_sum[:, None]
+    p = log_p.exp()
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    is_target = columns[None] == local[:, None]
+    result = torch.where(is_target, grad_target[:, None], 0.0) - p * grad[:, None]
+    if entropy is not None:
+        result = result - p * (log_p + entropy[0][:, None]) * entropy[1][:, None]
+    return (result / temperature).to(logits.dtype)

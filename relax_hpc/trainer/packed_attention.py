@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
+from relax_hpc.algorithms.fused import fused
+
 _WASTE = 1.5
 """A bucket may hold sequences up to this much shorter than its longest: bounds the padding."""
 
@@ -213,6 +215,8 @@ def install_packed_rope() -> None:
         # args, kwargs: latent-attention switches whose names differ between versions, and cp_group
         del args, kwargs
         positions: torch.Tensor = cu_seqlens.relax_positions  # type: ignore[attr-defined]
+        if not rotary_interleaved and mscale == 1.0 and freqs.shape[-1] == t.shape[-1]:
+            return _rotate(t, freqs, positions)
         angles = freqs.index_select(0, positions)
         rotated = rope_utils._apply_rotary_pos_emb_bshd(
             t.unsqueeze(1), angles, rotary_interleaved=rotary_interleaved, mscale=mscale
@@ -220,6 +224,15 @@ def install_packed_rope() -> None:
         return typing.cast("torch.Tensor", rotated.squeeze(1))
 
     rope_utils._apply_rotary_pos_emb_thd = apply_packed
+
+
+@fused
+def _rotate(t: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate halves: [T, H, D] by angles freqs [S, 1, 1, D] at positions [T] (arXiv:2104.09864)."""
+    angles = freqs.index_select(0, positions)[:, 0]
+    first, second = t.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return t * angles.cos().to(t.dtype) + turned * angles.sin().to(t.dtype)
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
