@@ -68,22 +68,24 @@ class MicroBatch:
 def cut_rows(lengths: typing.Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Cut rows into micro-batches of at most `budget_tokens`; a longer row gets one of its own.
 
-    Longest first: similar lengths meet in one micro-batch (less padding in attention) and the
-    largest allocation of the step comes first. Deterministic; how the cut falls never changes the
-    loss, since sums are divided once per step.
+    Longest first, each into the first micro-batch that has room (first-fit decreasing): few
+    micro-batches, since each adds its gradients to all of the model's, and the largest allocation
+    of the step comes first. Deterministic; how the cut falls never changes the loss, since sums are
+    divided once per step.
 
     Returns:
         Indices of the rows of each micro-batch.
     """
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []
-    room = 0
+    rooms: list[int] = []
     for index in by_length:
-        if not batches or lengths[index] > room:
+        place = next((i for i, room in enumerate(rooms) if lengths[index] <= room), len(rooms))
+        if place == len(rooms):
             batches.append([])
-            room = budget_tokens
-        batches[-1].append(index)
-        room -= lengths[index]
+            rooms.append(budget_tokens)
+        batches[place].append(index)
+        rooms[place] -= lengths[index]
     return batches
 
 

@@ -106,6 +106,11 @@ def test_cut_respects_the_budget_and_loses_nothing() -> None:
     assert cut_rows([], 10) == []
 
 
+def test_cut_fills_earlier_micro_batches_first() -> None:
+    assert cut_rows([2, 3, 4, 5, 6], 10) == [[4, 2], [3, 1, 0]]
+    assert cut_rows([30, 4, 6], 10) == [[0], [2, 1]]
+
+
 def test_buckets_hold_every_token_once_and_waste_little() -> None:
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 500, 200).tolist()
