@@ -280,19 +280,17 @@ class Attempts:
 
     def _find(self, is_retry: bool) -> None:
         """Look the address up; the control plane may be cut off too, then the old one must do."""
-        deadline, now = self._wait.deadline, time.monotonic()
         has_old = is_retry and self._address is not None
-        try:
-            self._address = self._links.address(
-                self._wait.node,
-                min(deadline, now + _REFRESH_S) if has_old else deadline,
-                refresh=is_retry,
-            )
-        except DeadlineError as err:
-            self._note = err
-            self._wait.check(_text(self._address), err)
-            if not has_old:
-                raise
+        while True:
+            deadline = min(self._wait.deadline, time.monotonic() + _REFRESH_S)
+            try:
+                self._address = self._links.address(self._wait.node, deadline, refresh=is_retry)
+            except DeadlineError as err:
+                self._note = err
+                self._wait.check(_text(self._address), err)  # also whether it was cancelled
+                if not has_old:
+                    continue
+            return
 
 
 class Stream:

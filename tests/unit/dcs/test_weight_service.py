@@ -24,6 +24,7 @@ from relax_hpc.dcs.store import VersionId, WeightStore
 from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError, WeightSyncError
 from relax_hpc.metrics.metric import read_metrics, series
 from relax_hpc.runfolder import create_run_folder
+from relax_hpc.transfer.agent import NodeAgent
 
 PROGRAM = Path(__file__).with_name("weight_process.py")
 SPECS = [TensorSpec("a", "bfloat16", (8, 6)), TensorSpec("b", "float32", (5,))]
@@ -48,18 +49,21 @@ class Run:
 
     def agent(self, node):
         me = self.me("dcs", node)
-        server, keeper = RpcServer(self.folder, f"agent-{node}", me), WeightKeeper(me)
-        keeper.register(server)
-        server.start_thread()
+        agent, keeper = NodeAgent(me), WeightKeeper(me)
+        keeper.register(agent.data)
+        agent.start()
         keeper.start()
-        self.stack.callback(server.stop)
+        self.stack.callback(agent.close, remove=False)
         self.stack.callback(keeper.stop)
+        return agent
 
     def publisher(self, node="n01", rank=0, incarnation=1):
         return WeightPublisher(self.me("train", node, rank=rank, incarnation=incarnation))
 
     def subscriber(self, node="n01", index=0, **more):
-        return WeightSubscriber(self.me("rollout", node, index=index), **more)
+        subscriber = WeightSubscriber(self.me("rollout", node, index=index), **more)
+        self.stack.callback(subscriber.close)
+        return subscriber
 
     def process(self, *arguments):
         child = subprocess.Popen(
@@ -155,14 +159,14 @@ def test_local_remote_and_mixed_reads_are_equal_to_what_was_published(run):
             check_equal(subscriber.fetch(version), weights)
 
 
-def test_remote_read_of_many_ranges(run, monkeypatch):
-    monkeypatch.setattr("relax_hpc.dcs.client.RANGE_BYTES", 100)
+def test_far_read_of_many_parts(run, monkeypatch):
+    monkeypatch.setattr("relax_hpc.dcs.cuts.PART_BYTES", 100)
     run.coordinator()
     run.agent("n01")
     spec = TensorSpec("w", "uint8", (1050,))
     data = np.random.default_rng(0).integers(0, 256, 1050, dtype=np.uint8)
     run.publisher().publish(0, [(spec.whole(), "uint8", data)], [spec], 1, 0)
-    tensor = run.subscriber("n02", lease_s=0.0).fetch(VersionId(1, 0))["w"]  # renews every range
+    tensor = run.subscriber("n02", lease_s=0.0).fetch(VersionId(1, 0))["w"]  # renews at every look
     assert tensor.data.tobytes() == data.tobytes()
 
 
@@ -390,6 +394,8 @@ def test_fetch_and_write_times_are_metrics(run):
     run.subscriber().fetch(version)
     names = {name for record in read_metrics(run.folder) for name in record.metrics}
     assert {"dcs/fetch_s_max", "dcs/write_s_max", "dcs/weights_gb"} <= names
+    for name in ("dcs/fetch_gb", "dcs/fetch_minimum_gb"):
+        assert series(read_metrics(run.folder), name) == [(3, sum(s.nbytes for s in SPECS) / 1e9)]
 
 
 def test_publishing_for_another_incarnation_is_refused(run):
