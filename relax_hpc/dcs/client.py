@@ -44,6 +44,7 @@ from relax_hpc.transfer.frames import data_key
 from relax_hpc.transfer.reader import AccessBook
 from relax_hpc.transfer.tcp import DataClient
 from relax_hpc.transfer.tcp_questions import RefusedError
+from relax_hpc.transfer.tcp_stream import Access
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class WeightSubscriber:
         lease_s: Life of a read lease; renewed within a third of it.
         stall_s: A fetch fails when a node that is read gives nothing whole for this long.
         config: Section `transfer` of the recipe.
+        access: Where other nodes' data servers are; None: ask their agents.
     """
 
     def __init__(
@@ -149,12 +151,14 @@ class WeightSubscriber:
         lease_s: float = LEASE_S,
         stall_s: float = STALL_S,
         config: TransferConfig | None = None,
+        access: Access | None = None,
     ) -> None:
         streams = (config or TransferConfig()).streams
         self._store = WeightStore(identity.run, identity.node)
         self._rpc = RpcClient(identity.run, SERVICE, identity)
         self._book = AccessBook(identity)
-        self._data = DataClient(data_key(identity.run), self._book, BufferPool(), streams=streams)
+        key = data_key(identity.run)
+        self._data = DataClient(key, access or self._book, BufferPool(), streams=streams)
         self._lease_s, self._stall_s = lease_s, stall_s
         who = f"{identity.role}/{identity.index}.{identity.rank}"
         self._reader = zlib.crc32(who.encode())  # differs from the others', not from run to run

@@ -1,106 +1,19 @@
 """The weight service with real sockets, shared memory and kills."""
 
-import contextlib
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.dcs.client import WeightPublisher, WeightSubscriber
-from relax_hpc.dcs.coordinator import SERVICE, WeightCoordinator
-from relax_hpc.dcs.keeper import WeightKeeper
 from relax_hpc.dcs.layout import Box, TensorSpec
-from relax_hpc.dcs.store import VersionId, WeightStore
+from relax_hpc.dcs.store import VersionId
 from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError, WeightSyncError
 from relax_hpc.metrics.metric import read_metrics, series
-from relax_hpc.runfolder import create_run_folder
-from relax_hpc.transfer.agent import NodeAgent
+from tests.unit.dcs.weight_run import kill, wait_until
 
-PROGRAM = Path(__file__).with_name("weight_process.py")
 SPECS = [TensorSpec("a", "bfloat16", (8, 6)), TensorSpec("b", "float32", (5,))]
-
-
-class Run:
-    """A run folder with helpers; everything it starts ends with the test."""
-
-    def __init__(self, folder, stack):
-        self.folder, self.stack = folder, stack
-
-    def me(self, role, node, **more):
-        return Identity(run=self.folder, role=role, node=node, address_prefix="127.", **more)
-
-    def coordinator(self, **more):
-        me = self.me("dcs", "n01")
-        server = RpcServer(self.folder, SERVICE, me)
-        coordinator = WeightCoordinator(server, me, **more)
-        server.start_thread()
-        self.stack.callback(server.stop)
-        return coordinator
-
-    def agent(self, node):
-        me = self.me("dcs", node)
-        agent, keeper = NodeAgent(me), WeightKeeper(me)
-        keeper.register(agent.data)
-        agent.start()
-        keeper.start()
-        self.stack.callback(agent.close, remove=False)
-        self.stack.callback(keeper.stop)
-        return agent
-
-    def publisher(self, node="n01", rank=0, incarnation=1):
-        return WeightPublisher(self.me("train", node, rank=rank, incarnation=incarnation))
-
-    def subscriber(self, node="n01", index=0, **more):
-        subscriber = WeightSubscriber(self.me("rollout", node, index=index), **more)
-        self.stack.callback(subscriber.close)
-        return subscriber
-
-    def process(self, *arguments):
-        child = subprocess.Popen(
-            [sys.executable, str(PROGRAM), arguments[0], str(self.folder.path), *arguments[1:]],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.stack.callback(kill, child)
-        return child
-
-    def store(self, node="n01"):
-        return WeightStore(self.folder, node)
-
-
-def kill(child):
-    if child.poll() is None:
-        os.kill(child.pid, signal.SIGKILL)
-    child.wait(timeout=30)
-    if child.stdout is not None:
-        child.stdout.close()
-
-
-@pytest.fixture
-def run(tmp_path):
-    folder = create_run_folder(tmp_path, "run")
-    create_keys(folder)
-    with contextlib.ExitStack() as stack:
-        for node in ("n01", "n02"):
-            stack.callback(shutil.rmtree, folder.shm(node), ignore_errors=True)
-        yield Run(folder, stack)
-
-
-def wait_until(predicate, what, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not predicate():
-        assert time.monotonic() < deadline, f"{what} did not happen in {timeout_s:g} s"
-        time.sleep(0.02)
 
 
 def random_weights(seed):
