@@ -122,7 +122,11 @@ def _decode(body: bytes) -> CutRequest:
     try:
         request = msgspec.msgpack.decode(body, type=CutRequest)
         check_manifest(request.shard)
-    except (msgspec.DecodeError, WeightSyncError) as err:
+    except (
+        msgspec.DecodeError,
+        WeightSyncError,
+        ValueError,
+    ) as err:  # also unequal numbers of axes
         raise FrameError("bad_request", f"no request for cuts: {err}") from err
     pieces, nbytes = request.shard.pieces, 0
     for number, start, stop in request.cuts:
@@ -131,7 +135,7 @@ def _decode(body: bytes) -> CutRequest:
             box is not None
             and len(start) == len(stop) == len(box.start)
             and all(
-                lo <= a <= b <= hi
+                0 <= lo <= a <= b <= hi
                 for lo, a, b, hi in zip(box.start, start, stop, box.stop, strict=True)
             )
         )

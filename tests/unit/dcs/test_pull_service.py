@@ -438,6 +438,12 @@ def test_requests_of_nonsense_and_of_too_much(served):
             server.answer(bytes(bad))
         except (FrameError, WeightSyncError):
             continue
+    (piece,) = request.shard.pieces
+    for box in (Box("w", (ROWS, 4096), (0, 0)), Box("w", (0,), SPEC.shape)):
+        odd = msgspec.structs.replace(piece, box=box)
+        shard = msgspec.structs.replace(request.shard, pieces=[odd])
+        with pytest.raises(FrameError):
+            server.answer(msgspec.msgpack.encode(msgspec.structs.replace(request, shard=shard)))
     whole = [(0, (0, 0), SPEC.shape)] * (MAX_TOLD_BYTES // SPEC.nbytes + 1)
     with pytest.raises(FrameError, match="at most"):
         server.answer(msgspec.msgpack.encode(msgspec.structs.replace(request, cuts=whole)))
