@@ -289,14 +289,14 @@ class DataServer:
         except RelaxError as err:
             refusal = str(err)[:_MAX_REFUSAL]
         assert payload.nbytes <= MAX_TOLD_BYTES
+        with self._lock:  # before the client can have all of it
+            self._counts["requests"] += 1
+            self._counts["sent_bytes"] += payload.nbytes
         connection.wait("slow_reader", self._limits.send_s)
         channel.send(Told(refusal, payload.nbytes, xxhash.xxh3_64_intdigest(payload)))
         for start in range(0, payload.nbytes, _SLICE_BYTES):
             connection.wait("slow_reader", self._limits.send_s)
             connection.socket.sendall(payload[start : start + _SLICE_BYTES])
-        with self._lock:
-            self._counts["requests"] += 1
-            self._counts["sent_bytes"] += payload.nbytes
 
     def _answer(self, connection: _Connection, channel: Channel, files: "_Files") -> None:
         reply = files.check()
