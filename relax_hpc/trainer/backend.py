@@ -136,6 +136,10 @@ class Backend(typing.Protocol):
         """What this rank publishes of them: its replica's share of its boxes."""
         ...
 
+    def boxes(self) -> list[Box]:
+        """List the boxes that `load_tensors` reads on this rank."""
+        ...
+
     def load_tensors(self, read: typing.Callable[[Box], torch.Tensor]) -> None:
         """Load weights box by box (forward-only roles; the optimizer's copy is not touched)."""
         ...

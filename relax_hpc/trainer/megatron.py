@@ -406,6 +406,10 @@ class MegatronBackend:
         place = self.place
         return hf_weights.published_pieces(self.held, self._dtype, place.dp_rank, place.dp_size)
 
+    def boxes(self) -> list[Box]:
+        """See Backend."""
+        return [item.box for item in self.held]
+
     def load_tensors(self, read: typing.Callable[[Box], torch.Tensor]) -> None:
         """See Backend."""
         hf_weights.load_held(self._parameters, self.held, read)
