@@ -1,21 +1,23 @@
 """Both ends of the weight service: train ranks publish, engines fetch whole versions.
 
-Bytes go from the publisher's node to the reader: mapped when both are on one node, else read in
-ranges through the agent of the publisher's node. The coordinator sees manifests only.
+Bytes go from the publisher's node to the reader: mapped when both are on one node, else cut out by
+the agent of the publisher's node. The coordinator sees manifests only.
 """
 
-import itertools
 import logging
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import overload
 
 import msgspec
 import numpy as np
 
+from relax_hpc.config import TransferConfig
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcClient
-from relax_hpc.dcs.assemble import assemble
+from relax_hpc.dcs.assemble import Assembly
 from relax_hpc.dcs.coordinator import (
     LEASE_S,
     SERVICE,
@@ -29,34 +31,27 @@ from relax_hpc.dcs.coordinator import (
     Release,
     WaitNewer,
 )
+from relax_hpc.dcs.cuts import FarPull
 from relax_hpc.dcs.layout import Box, TensorSpec
 from relax_hpc.dcs.layout import HostTensor as HostTensor  # the type that fetch returns
-from relax_hpc.dcs.store import ShardManifest, VersionId, WeightStore, verify_shard
+from relax_hpc.dcs.pull import PullPlan, plan_pull
+from relax_hpc.dcs.store import ShardManifest, VersionId, WeightStore, verify_piece
 from relax_hpc.dcs.versions import Committed, specs_digest
-from relax_hpc.errors import DeadlineError, StaleIncarnationError, WeightSyncError
+from relax_hpc.errors import DeadlineError, StaleIncarnationError, TransferError, WeightSyncError
 from relax_hpc.log import kv
-from relax_hpc.transfer.wire import agent_service
+from relax_hpc.transfer.buffers import BufferPool
+from relax_hpc.transfer.frames import data_key
+from relax_hpc.transfer.reader import AccessBook
+from relax_hpc.transfer.tcp import DataClient
+from relax_hpc.transfer.tcp_questions import RefusedError
+from relax_hpc.transfer.tcp_stream import Access
 
 _log = logging.getLogger(__name__)
 
-RANGE_BYTES = 8 * 2**20
-"""Bytes of one remote read: large against a round trip, small against the agent's memory."""
+STALL_S = 20.0
+"""Longest time without news from a node that is read; all ends within 30 s after the last news."""
 _RPC_S = 120.0  # longer than a restart of the dcs step takes
-
-
-class ReadShard(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of `read_weights` to the agent of the node that holds a shard."""
-
-    version: VersionId
-    rank: int
-    offset: int
-    nbytes: int
-
-
-class ShardBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """A range of a shard; None when the shard is not there (retired or lost)."""
-
-    data: bytes | None
+_ASIDE_S = 3.0  # for what a fetch can do without: it must not wait long for the coordinator
 
 
 class WeightPublisher:
@@ -139,14 +134,40 @@ class WeightPublisher:
 
 
 class WeightSubscriber:
-    """Fetches whole versions. Used by one thread at a time (an engine's)."""
+    """Fetches whole versions, or its boxes of them. Used by one thread at a time (an engine's).
 
-    def __init__(self, identity: Identity, lease_s: float = LEASE_S) -> None:
-        self._identity = identity
+    Args:
+        identity: This process; its node decides what is near.
+        lease_s: Life of a read lease; renewed within a third of it.
+        stall_s: A fetch fails when a node that is read gives nothing whole for this long.
+        config: Section `transfer` of the recipe.
+        access: Where other nodes' data servers are; None: ask their agents.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        lease_s: float = LEASE_S,
+        stall_s: float = STALL_S,
+        config: TransferConfig | None = None,
+        access: Access | None = None,
+    ) -> None:
+        streams = (config or TransferConfig()).streams
         self._store = WeightStore(identity.run, identity.node)
         self._rpc = RpcClient(identity.run, SERVICE, identity)
-        self._agents: dict[str, RpcClient] = {}
-        self._lease_s = lease_s
+        self._book = AccessBook(identity)
+        key = data_key(identity.run)
+        self._data = DataClient(key, access or self._book, BufferPool(), streams=streams)
+        self._lease_s, self._stall_s = lease_s, stall_s
+        who = f"{identity.role}/{identity.index}.{identity.rank}"
+        self._reader = zlib.crc32(who.encode())  # differs from the others', not from run to run
+
+    def close(self) -> None:
+        """Close connections. Tensors stay valid."""
+        self._data.close()
+        self._book.close()
+        self._rpc.close()
 
     def wait_newer(self, have: VersionId | None, timeout_s: float) -> VersionId | None:
         """Wait until a version newer than `have` is served, and return the newest; None in time.
@@ -163,106 +184,116 @@ class WeightSubscriber:
             "wait_newer", request, Newest, timeout_s=timeout_s + _RPC_S, why=why
         ).version
 
-    def fetch(self, version: VersionId) -> dict[str, HostTensor]:
-        """Read a whole version; every byte is checked against the publisher's checksums.
+    @overload
+    def fetch(self, version: VersionId) -> dict[str, HostTensor]: ...
+
+    @overload
+    def fetch(self, version: VersionId, boxes: Iterable[Box]) -> dict[Box, HostTensor]: ...
+
+    def fetch(
+        self, version: VersionId, boxes: Iterable[Box] | None = None
+    ) -> dict[str, HostTensor] | dict[Box, HostTensor]:
+        """Read a version, all of it or none; every byte is checked against its checksum.
+
+        Args:
+            version: One that `wait_newer` told.
+            boxes: What is wanted; they may repeat and overlap, each byte is read once. None: all
+                tensors, whole.
 
         Returns:
-            Whole canonical tensors by name. Read-only; views of shared memory where the shard is
-            on this node and one piece is the whole tensor (they outlive the version's retirement).
+            Whole canonical tensors by name, or what was wanted by box. Read-only; views of shared
+            memory where one piece on this node has all of it (they outlive the version's
+            retirement, and are strided where the box is not contiguous in its piece).
 
         Raises:
             WeightSyncError: the version vanished (retired, lost or corrupt): wait for the newest
                 and fetch that. A corrupt or lost version is reported, and served to nobody again.
-            DeadlineError: the service or an agent does not answer.
+                Or a node gave nothing for `stall_s`: nothing is reported, fetch again.
+            DeadlineError: the coordinator does not answer.
         """
         lease = _Lease(self._rpc, version, uuid.uuid4().hex, self._lease_s)
         started = time.monotonic()
         committed = lease.acquire()
-        fetch_s = -1.0
+        end = Release(version=version, lease=lease.name)
         try:
-            tensors = self._read(committed, lease)
-            fetch_s = time.monotonic() - started
+            plan = plan_pull(
+                committed.specs,
+                committed.shards,
+                boxes,
+                distance=lambda node: int(node != self._store.node),
+                reader=self._reader,
+            )
+            tensors, nbytes = self._pull(plan, committed, lease)
+            end = Release(
+                version=version,
+                lease=lease.name,
+                fetch_s=time.monotonic() - started,
+                read_bytes=nbytes,
+                minimum_bytes=plan.minimum_bytes,
+            )
         finally:
-            lease.release(fetch_s)
+            lease.release(end)
         _log.info(
             "weights fetched %s",
-            kv(version=version.version, seconds=fetch_s, gb=committed.nbytes / 1e9),
+            kv(version=version.version, seconds=end.fetch_s, gb=nbytes / 1e9),
         )
-        return tensors
+        if boxes is None:
+            return {box.name: tensor for box, tensor in zip(plan.wanted, tensors, strict=True)}
+        return dict(zip(plan.wanted, tensors, strict=True))
 
-    def _read(self, committed: Committed, lease: "_Lease") -> dict[str, HostTensor]:
-        shards = []
-        for manifest in committed.shards:
-            lease.renew_if_due()
-            if manifest.node == self._store.node:
-                data = self._read_local(manifest, lease)
-            else:
-                data = self._read_remote(manifest, lease)
-            shards.append((manifest, data))
-        return assemble(committed.specs, shards)
+    def _pull(
+        self, plan: PullPlan, committed: Committed, lease: "_Lease"
+    ) -> tuple[list[HostTensor], int]:
+        """Read far shards in the background and map near ones; returns also the bytes read."""
+        near = {i: m for i, m in enumerate(committed.shards) if m.node == self._store.node}
+        far = {i: m for i, m in enumerate(committed.shards) if i not in near}
+        assembly = Assembly(plan, near)
+        nbytes = sum(plan.shard_bytes[i] for i in near)
+        pull = FarPull(self._data, plan, far, assembly, stall_s=self._stall_s, first=self._reader)
+        try:
+            with pull:
+                for number, manifest in near.items():
+                    self._map(number, manifest, plan, assembly, lease)
+                nbytes += pull.wait(lease.renew_if_due)
+        except RefusedError as err:
+            lease.report_lost(str(err))
+            raise WeightSyncError(f"{err}; fetch the newest version") from err
+        except (TransferError, DeadlineError) as err:
+            raise WeightSyncError(f"{err}; nothing was loaded, fetch again") from err
+        return assembly.tensors(), nbytes
 
-    def _read_local(self, manifest: ShardManifest, lease: "_Lease") -> np.ndarray:
+    def _map(
+        self,
+        number: int,
+        manifest: ShardManifest,
+        plan: PullPlan,
+        assembly: Assembly,
+        lease: "_Lease",
+    ) -> None:
+        """Take what is read of a shard of this node."""
+        pieces = {read.piece for read in plan.reads[number]}
+        if not pieces:
+            return
         try:
             data = self._store.map_shard(manifest)
-            verify_shard(manifest, data)
+            for piece in sorted(pieces):
+                lease.renew_if_due()
+                verify_piece(manifest, manifest.pieces[piece], data)
         except WeightSyncError as err:
             lease.report_lost(str(err))
             raise
-        return data
-
-    def _read_remote(self, manifest: ShardManifest, lease: "_Lease") -> np.ndarray:
-        """Read a shard through its node's agent, once more when bytes were hurt on the way."""
-        for attempt in itertools.count(1):
-            data = self._read_ranges(manifest, lease)
-            try:
-                verify_shard(manifest, data)
-            except WeightSyncError as err:
-                if attempt == 2:
-                    lease.report_lost(str(err))
-                    raise
-                _log.warning("weights read again %s", kv(node=manifest.node, reason=err))
-            else:
-                data.flags.writeable = False
-                return data
-        raise AssertionError("unreachable")
-
-    def _read_ranges(self, manifest: ShardManifest, lease: "_Lease") -> np.ndarray:
-        agent = self._agent(manifest.node)
-        data = np.empty(manifest.nbytes, dtype=np.uint8)
-        for offset in range(0, manifest.nbytes, RANGE_BYTES):
-            lease.renew_if_due()
-            nbytes = min(RANGE_BYTES, manifest.nbytes - offset)
-            request = ReadShard(
-                version=manifest.version, rank=manifest.rank, offset=offset, nbytes=nbytes
-            )
-            why = f"reading {manifest.version}, shard rank {manifest.rank}, bytes {offset}.."
-            reply = agent.call("read_weights", request, ShardBytes, timeout_s=_RPC_S, why=why)
-            if reply.data is None or len(reply.data) != nbytes:
-                seen = "is gone" if reply.data is None else f"gave {len(reply.data)} bytes"
-                reason = (
-                    f"shard of rank {manifest.rank} of {manifest.version} on node {manifest.node} "
-                    f"{seen} at byte {offset} of {manifest.nbytes}"
-                )
-                lease.report_lost(reason)
-                raise WeightSyncError(f"weights: {reason}; fetch the newest version")
-            data[offset : offset + nbytes] = np.frombuffer(reply.data, dtype=np.uint8)
-        return data
-
-    def _agent(self, node: str) -> RpcClient:
-        if node not in self._agents:
-            self._agents[node] = RpcClient(self._identity.run, agent_service(node), self._identity)
-        return self._agents[node]
+        assembly.view(number, manifest, data)
 
 
 class _Lease:
     """A read lease: the version's files stay while it lives."""
 
     def __init__(self, rpc: RpcClient, version: VersionId, name: str, lease_s: float) -> None:
-        self._rpc, self._version, self._name = rpc, version, name
+        self._rpc, self._version, self.name = rpc, version, name
         self._lease_s, self._renewed = lease_s, time.monotonic()
 
     def acquire(self) -> Committed:
-        request = Acquire(version=self._version, lease=self._name)
+        request = Acquire(version=self._version, lease=self.name)
         self._renewed = time.monotonic()
         why = f"read lease of {self._version}"
         reply = self._rpc.call("acquire", request, Acquired, timeout_s=_RPC_S, why=why)
@@ -271,20 +302,24 @@ class _Lease:
         return reply.committed
 
     def renew_if_due(self) -> None:
+        """Renew; a coordinator that restarts gives the version a lease of its own meanwhile."""
         if time.monotonic() - self._renewed > self._lease_s / 3:
-            self._renewed = time.monotonic()
-            request = Acquire(version=self._version, lease=self._name, is_renewal=True)
-            why = f"renewing the read lease of {self._version}"
-            self._rpc.call("acquire", request, Acquired, timeout_s=_RPC_S, why=why)
+            request = Acquire(version=self._version, lease=self.name, is_renewal=True)
+            if self._try("acquire", request, Acquired):
+                self._renewed = time.monotonic()
 
-    def release(self, fetch_s: float) -> None:
+    def release(self, request: Release) -> None:
         """End the lease. Failure is logged only: the lease ends by itself, the weights are read."""
-        request = Release(version=self._version, lease=self._name, fetch_s=fetch_s)
-        try:
-            self._rpc.call("release", request, Done, timeout_s=_RPC_S, why="read lease")
-        except DeadlineError as err:
-            _log.warning("read lease not released %s", kv(reason=err))
+        self._try("release", request, Done)
 
     def report_lost(self, reason: str) -> None:
-        request = Lost(version=self._version, reason=reason)
-        self._rpc.call("lost", request, Done, timeout_s=_RPC_S, why=f"reporting {self._version}")
+        """Withdraw the version; who reads it next finds out as well when this does not arrive."""
+        self._try("lost", Lost(version=self._version, reason=reason), Done)
+
+    def _try(self, method: str, request: msgspec.Struct, reply: type[msgspec.Struct]) -> bool:
+        try:
+            self._rpc.call(method, request, reply, timeout_s=_ASIDE_S, why=f"{self._version}")
+        except DeadlineError as err:
+            _log.warning("read lease: no answer %s", kv(method=method, reason=err))
+            return False
+        return True

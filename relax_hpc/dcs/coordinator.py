@@ -96,8 +96,12 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     version: VersionId
     lease: str
-    fetch_s: float
+    fetch_s: float = -1.0
     """Seconds from acquire to the last verified byte; < 0: the fetch failed."""
+    read_bytes: int = 0
+    """Bytes that were mapped or came."""
+    minimum_bytes: int = 0
+    """Bytes of what was wanted."""
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +250,8 @@ class WeightCoordinator:
         self.table.release(_lease_name(caller, request.lease))
         if request.fetch_s >= 0:
             self._note("dcs/fetch_s_max", request.version, request.fetch_s)
+            self._note("dcs/fetch_gb", request.version, request.read_bytes / 1e9)
+            self._note("dcs/fetch_minimum_gb", request.version, request.minimum_bytes / 1e9)
         await self._retire()
         return Done()
 

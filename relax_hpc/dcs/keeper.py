@@ -1,16 +1,16 @@
 """The weight service's hands on each node: serves shards to other nodes, deletes what retired."""
 
-import asyncio
 import logging
 import threading
 
 from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import Caller, RpcClient, RpcServer
-from relax_hpc.dcs.client import RANGE_BYTES, ReadShard, ShardBytes
+from relax_hpc.control.rpc import RpcClient
+from relax_hpc.dcs import cuts
 from relax_hpc.dcs.coordinator import SERVICE, Garbage, Sweep
 from relax_hpc.dcs.store import WeightStore
-from relax_hpc.errors import ControlError, WeightSyncError
+from relax_hpc.errors import ControlError
 from relax_hpc.log import kv
+from relax_hpc.transfer.tcp_server import DataServer
 
 _log = logging.getLogger(__name__)
 
@@ -19,17 +19,18 @@ _SWEEP_S = 20.0
 
 
 class WeightKeeper:
-    """Adds weights to a node agent: `register` its handler, `start` the sweeping thread."""
+    """Adds weights to a node agent: `register` its service, `start` the sweeping thread."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._store = WeightStore(identity.run, identity.node)
+        self._cuts = cuts.CutServer(self._store)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._sweep_forever, name="weights", daemon=True)
 
-    def register(self, server: RpcServer) -> None:
-        """Serve `read_weights` on the agent's server (before it starts)."""
-        server.register("read_weights", ReadShard, self._read)
+    def register(self, server: DataServer) -> None:
+        """Serve boxes of this node's shards on the agent's data server (before it starts)."""
+        server.register(cuts.SERVICE, self._cuts.answer)
 
     def start(self) -> None:
         """Begin to delete retired versions of this node."""
@@ -39,26 +40,15 @@ class WeightKeeper:
         """Delete nothing more; the thread ends with its present long-poll."""
         self._stopping.set()
 
-    async def _read(self, _: Caller, request: ReadShard) -> ShardBytes:
-        nbytes = min(request.nbytes, RANGE_BYTES)  # bounds this process's memory
-        try:
-            data = await asyncio.to_thread(
-                self._store.read_range, request.version, request.rank, request.offset, nbytes
-            )
-        except WeightSyncError as err:
-            _log.info("weights asked for that are gone %s", kv(reason=err))
-            return ShardBytes(data=None)
-        return ShardBytes(data=data)
-
     def _sweep_forever(self) -> None:
         rpc = RpcClient(self._identity.run, SERVICE, self._identity)
         seen = -1
         while not self._stopping.is_set():
+            present = self._store.versions()
+            # A mapping would keep the memory of what was removed.
+            self._cuts.keep_only(present)
             request = Sweep(
-                node=self._identity.node,
-                present=self._store.versions(),
-                seen=seen,
-                timeout_s=_SWEEP_S,
+                node=self._identity.node, present=present, seen=seen, timeout_s=_SWEEP_S
             )
             try:
                 garbage = rpc.call(

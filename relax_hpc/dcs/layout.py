@@ -82,7 +82,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostTensor(typing.NamedTuple):
-    """A whole tensor in host memory as raw bytes.
+    """A tensor, or a box of one, in host memory as raw bytes.
 
     `torch.from_numpy(t.data).view(getattr(torch, t.dtype)).reshape(t.shape)` makes a torch view.
     """
@@ -91,7 +91,9 @@ class HostTensor(typing.NamedTuple):
     """A key of DTYPE_BYTES."""
     shape: tuple[int, ...]
     data: np.ndarray
-    """uint8 [nbytes], C order of `shape`; read-only, possibly mapped from shared memory."""
+    """uint8, read-only, possibly mapped from shared memory: [nbytes] in C order of `shape`; a box
+    that is a part of a larger mapped one is a strided view [..., shape[-1] * bytes of an element].
+    """
 
 
 def itemsize(dtype: str, name: str = "") -> int:

@@ -29,6 +29,7 @@ from relax_hpc.transfer.owner import open_shm_folder
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for a view with any dtype
+_HASH_BYTES = 8 << 20  # at once: other threads of the agent go on between
 _FOLDER = re.compile(r"i(\d+)-v(\d+)")
 
 
@@ -155,16 +156,6 @@ class WeightStore:
             raise self._gone(manifest.version, manifest.rank) from err
         return np.frombuffer(mapped, dtype=np.uint8)
 
-    def read_range(self, version: VersionId, rank: int, offset: int, nbytes: int) -> bytes:
-        """Read a part of a committed shard, for other nodes; short at the end of the file."""
-        if offset < 0 or nbytes < 0:
-            raise WeightSyncError(f"weight shard read of {nbytes} bytes at {offset}: must be >= 0")
-        try:
-            with self.path(version, rank).open("rb") as file:
-                return os.pread(file.fileno(), nbytes, offset)
-        except FileNotFoundError as err:
-            raise self._gone(version, rank) from err
-
     def discard_shard(self, version: VersionId, rank: int) -> None:
         """Unlink a shard of ours that was refused."""
         self.path(version, rank).unlink(missing_ok=True)
@@ -207,20 +198,27 @@ def check_manifest(manifest: ShardManifest) -> None:
             )
 
 
-def verify_shard(manifest: ShardManifest, data: np.ndarray) -> None:
-    """Compare the bytes of a shard (uint8 [nbytes]) with the checksums of its manifest.
+def verify_piece(manifest: ShardManifest, piece: Piece, data: np.ndarray) -> None:
+    """Compare one piece's bytes with the checksum of its manifest.
+
+    Args:
+        manifest: Of the shard.
+        piece: Of the manifest.
+        data: All bytes of the shard, uint8 [nbytes].
 
     Raises:
-        WeightSyncError: names the first piece that differs.
+        WeightSyncError: they differ; names the piece.
     """
-    for piece in manifest.pieces:
-        seen = xxhash.xxh3_64_intdigest(data[piece.offset : piece.offset + piece.nbytes].data)
-        if seen != piece.checksum:
-            raise WeightSyncError(
-                f"weights {piece.box} of {manifest.version} are corrupt: checksum {seen:016x}, "
-                f"published {piece.checksum:016x} (shard of rank {manifest.rank}, "
-                f"node {manifest.node})"
-            )
+    digest, end = xxhash.xxh3_64(), piece.offset + piece.nbytes
+    for start in range(piece.offset, end, _HASH_BYTES):
+        digest.update(data[start : min(start + _HASH_BYTES, end)].data)
+    seen = digest.intdigest()
+    if seen != piece.checksum:
+        raise WeightSyncError(
+            f"weights {piece.box} of {manifest.version} are corrupt: checksum {seen:016x}, "
+            f"published {piece.checksum:016x} (shard of rank {manifest.rank}, "
+            f"node {manifest.node})"
+        )
 
 
 def _with_offsets(

@@ -207,7 +207,7 @@ class DcsTask:
         is_orderly = False
         try:
             reap_dead_runs()
-            self._keeper.register(self._agent.server)
+            self._keeper.register(self._agent.data)
             self._agent.start()
             self._keeper.start()
             if self._join():

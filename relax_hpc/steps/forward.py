@@ -65,7 +65,11 @@ def _serve(config: Config, identity: Identity, stop: StopFlag) -> None:
     membership.report(state="running")
     services = ForwardServices(
         queue=TransferQueue(identity, config=config.transfer),
-        weights=WeightSubscriber(identity) if identity.role == "logprob" else None,
+        weights=(
+            WeightSubscriber(identity, config=config.transfer)
+            if identity.role == "logprob"
+            else None
+        ),
         report=membership.report,
         wants_stop=lambda: stop.is_set or membership.is_replaced,
     )

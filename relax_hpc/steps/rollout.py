@@ -104,7 +104,7 @@ async def _generate(
                 maker=maker,
                 queue=queue,
                 admit=_parallel_admit(identity),
-                weights=WeightSubscriber(identity),
+                weights=WeightSubscriber(identity, config=config.transfer),
                 progress=membership,
                 metrics=metrics,
                 train_prompts=train_prompts,

@@ -31,7 +31,7 @@ class ReplicaPlace:
     stats_rank: int
     """Global rank of this replica's first rank of the last pipeline stage, which has the loss."""
     shard_rank: int
-    """Number of this rank inside its replica, 0 .. shards_per_replica - 1: its weight shard."""
+    """Number of this rank inside its replica, 0 .. shards_per_replica - 1."""
     shards_per_replica: int
 
     @property
@@ -45,9 +45,19 @@ class ReplicaPlace:
         return self.global_rank == self.stats_rank
 
     @property
-    def publishes(self) -> bool:
-        """True on the ranks of the first replica: theirs are the weights that are published."""
+    def exports(self) -> bool:
+        """True on the ranks of the first replica: theirs are the weights of exported folders."""
         return self.dp_rank == 0
+
+    @property
+    def num_weight_shards(self) -> int:
+        """Of a published version: every rank of every replica publishes its share."""
+        return self.dp_size * self.shards_per_replica
+
+    @property
+    def weight_shard(self) -> int:
+        """Number of this rank's shard, 0 .. num_weight_shards - 1."""
+        return self.dp_rank * self.shards_per_replica + self.shard_rank
 
 
 class Backend(typing.Protocol):
@@ -123,7 +133,11 @@ class Backend(typing.Protocol):
         ...
 
     def pieces(self) -> Iterator[tuple[Box, str, np.ndarray]]:
-        """What this rank publishes of them; nothing on ranks that do not publish."""
+        """What this rank publishes of them: its replica's share of its boxes."""
+        ...
+
+    def boxes(self) -> list[Box]:
+        """List the boxes that `load_tensors` reads on this rank."""
         ...
 
     def load_tensors(self, read: typing.Callable[[Box], torch.Tensor]) -> None:

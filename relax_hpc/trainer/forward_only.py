@@ -16,12 +16,12 @@ import logging
 import time
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from relax_hpc.dcs.layout import HostTensor
+from relax_hpc.dcs.layout import Box, HostTensor
 from relax_hpc.dcs.store import VersionId
 from relax_hpc.errors import WeightSyncError
 from relax_hpc.log import kv
@@ -59,8 +59,8 @@ class Subscriber(typing.Protocol):
         """Wait for a version newer than `have`."""
         ...
 
-    def fetch(self, version: VersionId) -> Mapping[str, HostTensor]:
-        """Read a whole version."""
+    def fetch(self, version: VersionId, boxes: Iterable[Box]) -> Mapping[Box, HostTensor]:
+        """Read boxes of a version: all of them or none."""
         ...
 
 
@@ -169,15 +169,17 @@ class ForwardLoop:
 
     def _load(self, weights: Subscriber, version: VersionId) -> bool:
         """Fetch and load; False: it vanished meanwhile (for any rank), ask for the newest again."""
+        tensors: Mapping[Box, HostTensor] | None = None
         try:
-            tensors = weights.fetch(version)
+            tensors = weights.fetch(version, self._backend.boxes())
         except WeightSyncError as err:
             _log.warning("weights vanished %s", kv(version=version.version, reason=err))
-            tensors = {}
         # Ranks of a replica must not mix versions.
-        if self._backend.sum_in_replica(np.array([0.0 if tensors else 1.0]))[0]:
+        is_missing = np.array([float(tensors is None)])
+        if self._backend.sum_in_replica(is_missing)[0] or tensors is None:
             return False
-        self._backend.load_tensors(lambda box: as_torch(tensors[box.name])[box.slices])
+        found = tensors
+        self._backend.load_tensors(lambda box: as_torch(found[box]))
         self._version = version
         return True
 

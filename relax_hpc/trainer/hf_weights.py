@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from relax_hpc.dcs.layout import Box, TensorSpec
+from relax_hpc.dcs.shares import share
 from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.model_config import ModelShape
 
@@ -279,15 +280,31 @@ def open_hf_folder(folder: Path) -> Iterator[ReadBox]:
 
 
 def published_pieces(
-    held: typing.Sequence[Held], dtype: torch.dtype
+    held: typing.Sequence[Held], dtype: torch.dtype, replica: int, num_replicas: int
 ) -> Iterator[tuple[Box, str, np.ndarray]]:
     """Yield what this rank publishes: (box, dtype name, uint8 bytes in the box's C order).
 
     Copies one box at a time from the device; the array is this caller's own.
+
+    Args:
+        held: all that it holds.
+        dtype: in which it is published.
+        replica: which of the replicas of these parameters it is; each publishes its share.
+        num_replicas: how many there are.
     """
-    for item in held:
-        if not item.is_copy:
-            yield item.box, dtype_name(dtype), _host_bytes(item.view.to(dtype))
+    originals = [item for item in held if not item.is_copy]
+    boxes, itemsizes = [item.box for item in originals], [dtype.itemsize] * len(originals)
+    for index, box in share(boxes, itemsizes, replica, num_replicas):
+        item = originals[index]
+        view = item.view if box == item.box else _rows_of(item, box)
+        yield box, dtype_name(dtype), _host_bytes(view.to(dtype))
+
+
+def _rows_of(item: Held, box: Box) -> torch.Tensor:
+    """View a part of a box; copies all of it on the device if its view is not one rectangle."""
+    edges = zip(box.start, box.stop, item.box.start, strict=True)
+    inside = tuple(slice(a - first, b - first) for a, b, first in edges)
+    return item.view.reshape(item.box.shape)[inside]
 
 
 def _host_bytes(view: torch.Tensor) -> np.ndarray:

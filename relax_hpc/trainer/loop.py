@@ -337,17 +337,14 @@ class TrainLoop:
             self._save(step + 1, with_hf=False)
 
     def _publish(self, version: int) -> None:
-        if self._place.publishes:
-            self._services.publisher.publish(
-                version,
-                self._backend.pieces(),
-                self._backend.specs(),
-                self._place.shards_per_replica,
-                self._place.shard_rank,
-                self._meet,
-            )
-        else:
-            self._meet()
+        self._services.publisher.publish(
+            version,
+            self._backend.pieces(),
+            self._backend.specs(),
+            self._place.num_weight_shards,
+            self._place.weight_shard,
+            self._meet,
+        )
 
     def _meet(self) -> None:
         self._backend.sum_over_ranks(np.zeros(1))

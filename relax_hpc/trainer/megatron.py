@@ -403,8 +403,12 @@ class MegatronBackend:
 
     def pieces(self) -> Iterator[tuple[Box, str, np.ndarray]]:
         """See Backend."""
-        if self.place.publishes:
-            yield from hf_weights.published_pieces(self.held, self._dtype)
+        place = self.place
+        return hf_weights.published_pieces(self.held, self._dtype, place.dp_rank, place.dp_size)
+
+    def boxes(self) -> list[Box]:
+        """See Backend."""
+        return [item.box for item in self.held]
 
     def load_tensors(self, read: typing.Callable[[Box], torch.Tensor]) -> None:
         """See Backend."""
@@ -428,7 +432,7 @@ class MegatronBackend:
         """See Backend."""
         from relax_hpc.trainer import hf_export
 
-        if self.place.publishes:
+        if self.place.exports:
             boxes = [self._held_by(rank) for rank in range(self._train.tp)]
             hf_export.write_stage(boxes, self._dtype, folder)
         dist.barrier(group=self._groups.world)

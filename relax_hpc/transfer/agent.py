@@ -61,11 +61,12 @@ class NodeAgent:
         self._stop = threading.Event()
         self._sweep_now = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._data = DataServer(
+        self.data = DataServer(
             {"arenas": self._arenas, "weights": self._folder / "weights", "spill": self._spill},
             key=frames.data_key(identity.run),
             ip=identity.bind_address(),
         )
+        """Services may be registered before `start`."""
         self._access = wire.DataAccess("", 0)
         self._nixl: NixlServer | None = None
         self.server = RpcServer(identity.run, wire.agent_service(identity.node), identity)
@@ -82,7 +83,7 @@ class NodeAgent:
         """
         self._take_over()
         self._max_bytes = self._limit()
-        host, port = self._data.start()
+        host, port = self.data.start()
         self._access = wire.DataAccess(host, port)
         self._start_rdma()
         self.server.start_thread()
@@ -93,7 +94,7 @@ class NodeAgent:
         self._stop.set()
         self._sweep_now.set()
         self.server.stop()
-        self._data.stop()
+        self.data.stop()
         if self._nixl is not None:
             self._nixl.close()
         for thread in self._threads:

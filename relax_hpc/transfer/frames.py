@@ -6,10 +6,13 @@ client                                   server
   HMAC(key, "client" ..)  ----------->
   frame: Request          ----------->
                           <-----------     frame: Reply, payload bytes, frame: Trailer
+  frame: Ask              ----------->
+                          <-----------     frame: Told, payload bytes
 
 A frame is length (4 bytes), MAC (32), body (msgpack). Its MAC covers direction and number, so that
 nothing can be replayed or reordered. Payload itself is sent from the page cache and carries no
-MAC: its checksums are in the block's header, whose digest came over the encrypted control plane.
+MAC: its checksums are in the block's header, whose digest came over the encrypted control plane,
+or in the frame Told.
 """
 
 import hmac
@@ -17,19 +20,21 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from relax_hpc.errors import TransferError
 from relax_hpc.runfolder import RunFolder
 
-MAGIC = b"RLXDATA1"
+MAGIC = b"RLXDATA2"
 PAD = 64
 """Ranges are asked for in multiples of this, so that all blocks of a read stay aligned. The last
 one of a file may end less than this behind it: zeros are sent."""
 MAX_REQUEST_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1 << 20
+MAX_TOLD_BYTES = 16 << 20
+"""Payload of one answer of a service: it lies in the server's memory while it is sent."""
 MAX_RANGES = 20_000
 """Ranges and checks of one request; as msgpack they stay below MAX_REQUEST_BYTES."""
 _NONCE_BYTES = 32
@@ -58,7 +63,7 @@ class PeerClosedError(ConnectionError):
         self.seen = seen
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class Request(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     """Ranges of files, and the epochs that blocks in them must have before and after the read."""
 
     files: list[tuple[str, str]]
@@ -89,6 +94,24 @@ class Trailer(msgspec.Struct, frozen=True, array_like=True):
     """After the payload: checks that found another epoch now."""
 
     stale: list[int]
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A question to a service that was registered with the data server."""
+
+    service: str
+    body: bytes
+    """msgpack; what it says is between the service and who asks."""
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """The answer of a service; its payload comes next."""
+
+    refusal: str
+    """Why there is no payload, for people; empty: there is."""
+    nbytes: int
+    checksum: int
+    """xxh3-64 of the payload."""
 
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -137,6 +160,16 @@ class Channel:
             FrameError: too long, not signed by the peer, or not of this kind.
         """
         what = kind.__name__.lower()
+        found: Message = self._decode(self._receive_body(what, max_bytes), kind, what)
+        return found
+
+    def receive_any_request(self) -> Request | Ask:
+        """Receive what a client may send; raises as `receive` does."""
+        body = self._receive_body("request", MAX_REQUEST_BYTES)
+        found: Request | Ask = self._decode(body, Request | Ask, "request")
+        return found
+
+    def _receive_body(self, what: str, max_bytes: int) -> bytes:
         head = self._receive(_HEAD.size + _MAC_BYTES, what)
         (size,) = _HEAD.unpack_from(head)
         if size > max_bytes:
@@ -146,6 +179,10 @@ class Channel:
         self._num_received += 1
         if not hmac.compare_digest(head[_HEAD.size :], expected):
             raise FrameError("bad_mac", f"a {what} whose MAC is wrong: changed on the way")
+        return body
+
+    @staticmethod
+    def _decode(body: bytes, kind: Any, what: str) -> Any:
         try:
             return msgspec.msgpack.decode(body, type=kind)
         except msgspec.DecodeError as err:

@@ -9,12 +9,14 @@ A stream that breaks connects again, to the agent's new address when it was rest
 where it was: blocks never change while their epoch holds, and every reply says whether it did.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 from relax_hpc.errors import RelaxError, StaleEpochError, TransferError
 from relax_hpc.transfer.buffers import BufferPool
 from relax_hpc.transfer.frames import Reply
 from relax_hpc.transfer.read_plan import ReadPlan
+from relax_hpc.transfer.tcp_questions import Place, Question, Questions
 from relax_hpc.transfer.tcp_stream import (
     Access,
     Advance,
@@ -105,6 +107,25 @@ class DataClient:
             if self._receive(read, lambda _: None) is None:
                 raise TransferError(f"{what} changed while it was read: it had {size} bytes")
         return buffer[:size]
+
+    def ask(
+        self,
+        node: str,
+        what: str,
+        questions: Sequence[Question],
+        place: Place,
+        *,
+        stall_s: float,
+        cancelled: threading.Event,
+    ) -> int:
+        """Ask a service of a node many questions; see `tcp_questions.Questions`.
+
+        Returns:
+            Bytes of payload that came; more than was asked for when some were hurt on the way.
+        """
+        asked = Questions(self._links, node, what, questions, stall_s=stall_s, cancelled=cancelled)
+        asked.ask_all(place, self._streams)
+        return asked.payload_bytes
 
     def close(self) -> None:
         """Close idle connections; reads of other threads end by themselves."""

@@ -9,6 +9,8 @@ reader (any thread)                        DataServer (in the node agent; one th
     recv_into(recycled buffer)         <--   Reply, sendfile(2) of each range
       as bytes come: progress(...)           epochs checked again
                                        <--   Trailer
+    or Ask (service, body)             -->   what the registered service says, in this thread
+                                       <--   Told, its payload
 A watchdog thread of the server ends connections that stand still longer than they may. A client's
 stream that breaks connects again (to the agent's new address, if it was restarted) and goes on
 where it was; all waits end at the caller's deadline.
@@ -25,26 +27,36 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from relax_hpc.errors import TransferError
+import xxhash
+
+from relax_hpc.errors import RelaxError, TransferError
 from relax_hpc.log import kv
 from relax_hpc.transfer.frames import (
     MAX_RANGES,
-    MAX_REQUEST_BYTES,
+    MAX_TOLD_BYTES,
     PAD,
+    Ask,
     Channel,
     FrameError,
     PeerClosedError,
     Reply,
     Request,
+    Told,
     Trailer,
     welcome,
 )
 
 logger = logging.getLogger(__name__)
 
+Service = Callable[[bytes], memoryview]
+"""Answers a question: body -> payload, flat bytes, at most MAX_TOLD_BYTES. Called by several
+threads at once. A RelaxError is told to the client as a refusal; a FrameError ends the connection.
+"""
+
+_MAX_REFUSAL = 2000  # characters: a sentence or two
 _SLICE_BYTES = 1 << 20
 """One sendfile(2): long against a system call, short against the send deadline."""
 _TICK_S = 0.1
@@ -114,6 +126,7 @@ class DataServer:
         self, areas: Mapping[str, Path], key: bytes, ip: str, limits: ServerLimits | None = None
     ) -> None:
         self._areas, self._key, self._ip = dict(areas), key, ip
+        self._services: dict[str, Service] = {}
         self._limits = limits or ServerLimits()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -124,6 +137,10 @@ class DataServer:
         self._watchdog: threading.Thread | None = None
         self.address = (ip, 0)
         """(ip, port), once started."""
+
+    def register(self, name: str, service: Service) -> None:
+        """Let clients ask a service; before `start`."""
+        self._services[name] = service
 
     def start(self) -> tuple[str, int]:
         """Bind to a free port, serve in daemon threads, return (ip, port).
@@ -252,10 +269,34 @@ class DataServer:
             connection.wait("idle", limits.idle_s)
             connection.socket.recv(1, socket.MSG_PEEK)
             connection.wait("slow_request", limits.request_s)
-            request = channel.receive(Request, MAX_REQUEST_BYTES)
+            request = channel.receive_any_request()
             connection.wait("slow_reader", limits.send_s)
+            if isinstance(request, Ask):
+                self._tell(connection, channel, request)
+                continue
             with contextlib.ExitStack() as stack:
                 self._answer(connection, channel, _Files(self._areas, request, stack))
+
+    def _tell(self, connection: _Connection, channel: Channel, ask: Ask) -> None:
+        service = self._services.get(ask.service)
+        if service is None:
+            raise FrameError("bad_request", f"a question to {ask.service!r}, which is not served")
+        refusal, payload = "", memoryview(b"")
+        try:
+            payload = service(ask.body)
+        except FrameError:
+            raise
+        except RelaxError as err:
+            refusal = str(err)[:_MAX_REFUSAL]
+        assert payload.nbytes <= MAX_TOLD_BYTES
+        with self._lock:  # before the client can have all of it
+            self._counts["requests"] += 1
+            self._counts["sent_bytes"] += payload.nbytes
+        connection.wait("slow_reader", self._limits.send_s)
+        channel.send(Told(refusal, payload.nbytes, xxhash.xxh3_64_intdigest(payload)))
+        for start in range(0, payload.nbytes, _SLICE_BYTES):
+            connection.wait("slow_reader", self._limits.send_s)
+            connection.socket.sendall(payload[start : start + _SLICE_BYTES])
 
     def _answer(self, connection: _Connection, channel: Channel, files: "_Files") -> None:
         reply = files.check()

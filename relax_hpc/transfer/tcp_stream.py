@@ -1,8 +1,8 @@
 """One read over TCP: its connections, and the streams that share it.
 
-Links keeps connections that proved the run's key. A Stream fetches its share of a ReadPlan into the
-read's buffer: it sends one request, receives, and connects anew when that breaks, until the read's
-deadline. `run_together` runs several of them and follows what has come without a gap.
+Links keeps connections that proved the run's key. Attempts does an exchange over one of them, and
+over a new one when it breaks, until the read's deadline. A Stream fetches its share of a ReadPlan
+into the read's buffer so; `run_together` runs several and follows what has come without a gap.
 """
 
 import logging
@@ -61,13 +61,11 @@ class Refused(Exception):
     """The server has not all that was asked for; nothing was sent."""
 
 
-class Read:
-    """What the streams of one read share."""
+class Wait:
+    """What bounds the waiting of one read; shared by its streams."""
 
-    def __init__(
-        self, node: str, what: str, plan: ReadPlan, buffer: memoryview, deadline: float
-    ) -> None:
-        self.node, self.what, self.plan, self.buffer = node, what, plan, buffer
+    def __init__(self, node: str, what: str, nbytes: int, deadline: float) -> None:
+        self.node, self.what, self.nbytes = node, what, nbytes
         self.deadline, self.started = deadline, time.monotonic()
         self.cancelled = threading.Event()
         self.num_received = 0  # added to by several threads: only for messages
@@ -80,9 +78,19 @@ class Read:
         if now >= self.deadline:
             raise DeadlineError(
                 f"{self.what}: not read within {now - self.started:.1f} s: {self.num_received} of "
-                f"{self.plan.nbytes} bytes came from {address}; last: {note}; is the dcs task of "
+                f"{self.nbytes} bytes came from {address}; last: {note}; is the dcs task of "
                 f"node {self.node} stopped or the network cut? See its log"
             )
+
+
+class Read(Wait):
+    """A read of ranges into one buffer."""
+
+    def __init__(
+        self, node: str, what: str, plan: ReadPlan, buffer: memoryview, deadline: float
+    ) -> None:
+        super().__init__(node, what, plan.nbytes, deadline)
+        self.plan, self.buffer = plan, buffer
 
 
 class Links:
@@ -98,22 +106,22 @@ class Links:
         access = self._access(node, deadline, refresh)
         return access.host, access.port
 
-    def take(self, address: Address, read: "Read") -> "Link":
+    def take(self, address: Address, wait: Wait) -> "Link":
         """Return a connection: an idle one that is alive, or a new one."""
         while True:
             with self._lock:
                 idle = self._idle.get(address)
                 link = idle.pop() if idle else None
             if link is None:
-                return Link.open(address, self._key, read)
+                return Link.open(address, self._key, wait)
             if link.is_alive():
-                link.read = read
+                link.wait = wait
                 return link
             link.close()
 
     def keep(self, address: Address, link: "Link") -> None:
         """Take a connection back whose last answer was read to its end."""
-        link.read = None
+        link.wait = None
         with self._lock:
             idle = self._idle.setdefault(address, [])
             if len(idle) < self._max_idle:
@@ -141,15 +149,15 @@ class Links:
 class Link:
     """A connection that has proved the key. Used by one thread at a time."""
 
-    def __init__(self, sock: socket.socket, address: Address, read: Read) -> None:
+    def __init__(self, sock: socket.socket, address: Address, wait: Wait) -> None:
         self._socket, self._address = sock, address
-        self.read: Read | None = read
+        self.wait: Wait | None = wait
         self.channel: Channel
 
     @classmethod
-    def open(cls, address: Address, key: bytes, read: Read) -> "Link":
+    def open(cls, address: Address, key: bytes, wait: Wait) -> "Link":
         """Connect and do the handshake."""
-        left_s = max(read.deadline - time.monotonic(), 0.001)
+        left_s = max(wait.deadline - time.monotonic(), 0.001)
         sock = socket.create_connection(address, min(left_s, _CONNECT_S))
         try:
             sock.setblocking(True)
@@ -158,7 +166,7 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_STALL_S), 0))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = cls(sock, address, read)
+            link = cls(sock, address, wait)
             link.channel = greet(sock, link.receive, key)
         except BaseException:
             sock.close()
@@ -190,8 +198,8 @@ class Link:
             OSError: the connection ended, or stood still too long.
             DeadlineError: of the read.
         """
-        assert self.read is not None
-        self.read.check(_text(self._address), f"receiving {what}")
+        assert self.wait is not None
+        self.wait.check(_text(self._address), f"receiving {what}")
         since = 0.0
         while True:
             try:
@@ -200,7 +208,7 @@ class Link:
                 now = time.monotonic()
                 since = since or now - _TICK_S
                 note = f"no byte of {what} for {now - since:.1f} s"
-                self.read.check(_text(self._address), note)
+                self.wait.check(_text(self._address), note)
                 if now - since > _STALL_S:
                     raise TimeoutError(note) from None
                 continue
@@ -213,60 +221,54 @@ class Link:
         self._socket.close()
 
 
-class Stream:
-    """The share of one connection in a read; makes a new connection when one breaks."""
+class Attempts:
+    """Exchanges over one connection, and over a new one when that breaks, until the wait is over.
 
-    def __init__(
-        self, links: Links, read: Read, intervals: Sequence[Interval], blocks: list[int]
-    ) -> None:
-        self._links, self._read, self._blocks = links, read, blocks
-        self._left = list(intervals)
-        self._checks = read.plan.checks(blocks)
+    Used by one thread.
+    """
+
+    def __init__(self, links: Links, wait: Wait) -> None:
+        self._links, self._wait = links, wait
         self._address: Address | None = None
         self._note: object = "no address yet"
 
-    def run(self, advance: Advance) -> Answer:
-        """Receive all; `advance(end)` follows in the buffer. Returns the blocks that are stale now.
+    def run(self, exchange: Callable[[Link], Item], first: Callable[[], int]) -> Item:
+        """Do one exchange; `first` says how far it came: progress means a fresh start.
 
         Raises:
-            Refused: a block or file is not there; nothing was received.
-            DeadlineError: of the read.
+            Refused: by `exchange`; the connection is good.
+            DeadlineError: of the wait.
             WrongKeyError: whoever listens at the published address is not of this run.
         """
-        failures, first = 0, self.first
+        failures, reached = 0, first()
         while True:
             try:
-                return self._attempt(failures > 0, advance)
+                return self._attempt(failures > 0, exchange)
             except WrongKeyError as err:
                 if failures > 0:
                     raise
                 self._note = err
             except (OSError, FrameError) as err:
                 self._note = err
-            failures = failures + 1 if self.first == first else 1
-            first = self.first
+            failures = failures + 1 if first() == reached else 1
+            reached = first()
             if self._address is not None:
                 self._links.forget(self._address)
-            logger.info("read goes on %s", kv(what=self._read.what, after=self._note))
+            logger.info("read goes on %s", kv(what=self._wait.what, after=self._note))
             self._pause(failures)
-
-    @property
-    def first(self) -> int:
-        """Place in the buffer of the first byte that it has not received yet."""
-        return self._left[0][0] if self._left else self._read.plan.nbytes
 
     def _pause(self, failures: int) -> None:
         """Wait a moment longer each time: a restarted agent takes some."""
-        left_s = max(self._read.deadline - time.monotonic(), 0.0)
-        self._read.cancelled.wait(min(0.01 * 2 ** min(failures, 6), _MAX_PAUSE_S, left_s))
-        self._read.check(_text(self._address), self._note)
+        left_s = max(self._wait.deadline - time.monotonic(), 0.0)
+        self._wait.cancelled.wait(min(0.01 * 2 ** min(failures, 6), _MAX_PAUSE_S, left_s))
+        self._wait.check(_text(self._address), self._note)
 
-    def _attempt(self, is_retry: bool, advance: Advance) -> Answer:
+    def _attempt(self, is_retry: bool, exchange: Callable[[Link], Item]) -> Item:
         self._find(is_retry)
         assert self._address is not None
-        link = self._links.take(self._address, self._read)
+        link = self._links.take(self._address, self._wait)
         try:
-            answer = self._exchange(link, advance)
+            answer = exchange(link)
         except Refused:
             self._links.keep(self._address, link)
             raise
@@ -278,19 +280,43 @@ class Stream:
 
     def _find(self, is_retry: bool) -> None:
         """Look the address up; the control plane may be cut off too, then the old one must do."""
-        deadline, now = self._read.deadline, time.monotonic()
         has_old = is_retry and self._address is not None
-        try:
-            self._address = self._links.address(
-                self._read.node,
-                min(deadline, now + _REFRESH_S) if has_old else deadline,
-                refresh=is_retry,
-            )
-        except DeadlineError as err:
-            self._note = err
-            self._read.check(_text(self._address), err)
-            if not has_old:
-                raise
+        while True:
+            deadline = min(self._wait.deadline, time.monotonic() + _REFRESH_S)
+            try:
+                self._address = self._links.address(self._wait.node, deadline, refresh=is_retry)
+            except DeadlineError as err:
+                self._note = err
+                self._wait.check(_text(self._address), err)  # also whether it was cancelled
+                if not has_old:
+                    continue
+            return
+
+
+class Stream:
+    """The share of one connection in a read."""
+
+    def __init__(
+        self, links: Links, read: Read, intervals: Sequence[Interval], blocks: list[int]
+    ) -> None:
+        self._read, self._blocks = read, blocks
+        self._left = list(intervals)
+        self._checks = read.plan.checks(blocks)
+        self._attempts = Attempts(links, read)
+
+    def run(self, advance: Advance) -> Answer:
+        """Receive all; `advance(end)` follows in the buffer. Returns the blocks that are stale now.
+
+        Raises:
+            Refused: a block or file is not there; nothing was received.
+            DeadlineError, WrongKeyError: see `Attempts.run`.
+        """
+        return self._attempts.run(lambda link: self._exchange(link, advance), lambda: self.first)
+
+    @property
+    def first(self) -> int:
+        """Place in the buffer of the first byte that it has not received yet."""
+        return self._left[0][0] if self._left else self._read.plan.nbytes
 
     def _exchange(self, link: Link, advance: Advance) -> Answer:
         plan = self._read.plan

@@ -1,6 +1,5 @@
 """The megatron model equals transformers: logits, published boxes and export, for any TP x PP."""
 
-import dataclasses
 import json
 import typing
 from pathlib import Path
@@ -21,6 +20,8 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)]
 MODELS = ["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied", "qwen2-tied"]
 EXPORTED = ["qwen3-untied", "llama-tied"]
+PUBLISHED = [(2, 2), (2, 1), (1, 2), (1, 1)]
+"""TP x PP; 4 ranks, so 1, 2, 2 and 4 replicas share what they publish."""
 
 
 class Layout:
@@ -76,9 +77,12 @@ def _logits(backend: typing.Any, rows: list[typing.Any]) -> dict[int, torch.Tens
 
 
 def parity_and_pieces(root: str) -> typing.Any:
-    """Four ranks: logits of every model and layout, then boxes and export at TP 2 x PP 2."""
+    """Four ranks: logits of every model and layout, export at TP 2 x PP 2, boxes also with DP."""
     import_megatron()
-    return {"parity": _parity(Path(root)), "pieces": {m: _pieces(Path(root), m) for m in EXPORTED}}
+    found: dict[str, typing.Any] = {"parity": _parity(Path(root))}
+    for model in EXPORTED:
+        found[model] = [_pieces(Path(root), model, *layout) for layout in PUBLISHED]
+    return found
 
 
 def _parity(root: Path) -> dict[str, float]:
@@ -95,17 +99,18 @@ def _parity(root: Path) -> dict[str, float]:
     return worst
 
 
-def _pieces(root: Path, model: str) -> typing.Any:
-    """This rank's boxes with their bytes as hex; also exports."""
-    backend = Layout(2, 2, False).backend(root / model)
+def _pieces(root: Path, model: str, tp: int, pp: int) -> typing.Any:
+    """This rank's boxes with their bytes as hex; also exports, if all ranks are one replica."""
+    backend = Layout(tp, pp, False).backend(root / model)
     backend.prepare_training()  # moves the parameters into megatron's buffers
-    backend.export_hf(root / f"{model}-export", root / model)
+    if tp * pp == 4:
+        backend.export_hf(root / f"{model}-export", root / model)
     specs = [(s.name, s.dtype, s.shape) for s in backend.specs()]
     found = [
         (box.name, box.start, box.stop, dtype, data.tobytes().hex())
         for box, dtype, data in backend.pieces()
     ]
-    return [dataclasses.asdict(backend.place), specs, found]
+    return [backend.place.weight_shard, specs, found]
 
 
 @pytest.fixture(scope="module")
@@ -136,21 +141,24 @@ def test_logits_equal_transformers(results: list[typing.Any]) -> None:
         assert max(differences) < 1e-4, f"{name}: {differences}"
 
 
+@pytest.mark.parametrize("layout", range(len(PUBLISHED)), ids=lambda i: str(PUBLISHED[i]))
 @pytest.mark.parametrize("name", EXPORTED)
-def test_pieces_cover_the_model_once(root: Path, results: list[typing.Any], name: str) -> None:
-    by_rank = [result["pieces"][name] for result in results]
+def test_pieces_cover_the_model_once(
+    root: Path, results: list[typing.Any], name: str, layout: int
+) -> None:
+    by_rank = [result[name][layout] for result in results]
     specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in by_rank[0][1]]
     boxes: dict[int, list[Box]] = {}
     tensors = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in specs}
-    for place, _specs, found in by_rank:
-        assert place["shards_per_replica"] == 4
-        boxes[place["shard_rank"]] = []
+    for shard, _specs, found in by_rank:
+        boxes[shard] = []
         for tensor, start, stop, dtype, data in found:
             box = Box(tensor, tuple(start), tuple(stop))
-            boxes[place["shard_rank"]].append(box)
+            boxes[shard].append(box)
             assert dtype == "float32"
             values = np.frombuffer(bytes.fromhex(data), np.float32)
             tensors[tensor][box.slices] = values.reshape(box.shape)
+    assert sorted(boxes) == [0, 1, 2, 3] and all(boxes.values())
     check_coverage(specs, boxes)
     wanted = dict(_load(root / name).named_parameters())
     assert tensors.keys() == wanted.keys()  # parameters name tied embeddings once

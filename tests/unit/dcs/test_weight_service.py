@@ -1,102 +1,19 @@
 """The weight service with real sockets, shared memory and kills."""
 
-import contextlib
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relax_hpc.control.identity import Identity
-from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.dcs.client import WeightPublisher, WeightSubscriber
-from relax_hpc.dcs.coordinator import SERVICE, WeightCoordinator
-from relax_hpc.dcs.keeper import WeightKeeper
 from relax_hpc.dcs.layout import Box, TensorSpec
-from relax_hpc.dcs.store import VersionId, WeightStore
+from relax_hpc.dcs.store import VersionId
 from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError, WeightSyncError
 from relax_hpc.metrics.metric import read_metrics, series
-from relax_hpc.runfolder import create_run_folder
+from tests.unit.dcs.weight_run import kill, wait_until
 
-PROGRAM = Path(__file__).with_name("weight_process.py")
 SPECS = [TensorSpec("a", "bfloat16", (8, 6)), TensorSpec("b", "float32", (5,))]
-
-
-class Run:
-    """A run folder with helpers; everything it starts ends with the test."""
-
-    def __init__(self, folder, stack):
-        self.folder, self.stack = folder, stack
-
-    def me(self, role, node, **more):
-        return Identity(run=self.folder, role=role, node=node, address_prefix="127.", **more)
-
-    def coordinator(self, **more):
-        me = self.me("dcs", "n01")
-        server = RpcServer(self.folder, SERVICE, me)
-        coordinator = WeightCoordinator(server, me, **more)
-        server.start_thread()
-        self.stack.callback(server.stop)
-        return coordinator
-
-    def agent(self, node):
-        me = self.me("dcs", node)
-        server, keeper = RpcServer(self.folder, f"agent-{node}", me), WeightKeeper(me)
-        keeper.register(server)
-        server.start_thread()
-        keeper.start()
-        self.stack.callback(server.stop)
-        self.stack.callback(keeper.stop)
-
-    def publisher(self, node="n01", rank=0, incarnation=1):
-        return WeightPublisher(self.me("train", node, rank=rank, incarnation=incarnation))
-
-    def subscriber(self, node="n01", index=0, **more):
-        return WeightSubscriber(self.me("rollout", node, index=index), **more)
-
-    def process(self, *arguments):
-        child = subprocess.Popen(
-            [sys.executable, str(PROGRAM), arguments[0], str(self.folder.path), *arguments[1:]],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.stack.callback(kill, child)
-        return child
-
-    def store(self, node="n01"):
-        return WeightStore(self.folder, node)
-
-
-def kill(child):
-    if child.poll() is None:
-        os.kill(child.pid, signal.SIGKILL)
-    child.wait(timeout=30)
-    if child.stdout is not None:
-        child.stdout.close()
-
-
-@pytest.fixture
-def run(tmp_path):
-    folder = create_run_folder(tmp_path, "run")
-    create_keys(folder)
-    with contextlib.ExitStack() as stack:
-        for node in ("n01", "n02"):
-            stack.callback(shutil.rmtree, folder.shm(node), ignore_errors=True)
-        yield Run(folder, stack)
-
-
-def wait_until(predicate, what, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not predicate():
-        assert time.monotonic() < deadline, f"{what} did not happen in {timeout_s:g} s"
-        time.sleep(0.02)
 
 
 def random_weights(seed):
@@ -155,14 +72,14 @@ def test_local_remote_and_mixed_reads_are_equal_to_what_was_published(run):
             check_equal(subscriber.fetch(version), weights)
 
 
-def test_remote_read_of_many_ranges(run, monkeypatch):
-    monkeypatch.setattr("relax_hpc.dcs.client.RANGE_BYTES", 100)
+def test_far_read_of_many_parts(run, monkeypatch):
+    monkeypatch.setattr("relax_hpc.dcs.cuts.PART_BYTES", 100)
     run.coordinator()
     run.agent("n01")
     spec = TensorSpec("w", "uint8", (1050,))
     data = np.random.default_rng(0).integers(0, 256, 1050, dtype=np.uint8)
     run.publisher().publish(0, [(spec.whole(), "uint8", data)], [spec], 1, 0)
-    tensor = run.subscriber("n02", lease_s=0.0).fetch(VersionId(1, 0))["w"]  # renews every range
+    tensor = run.subscriber("n02", lease_s=0.0).fetch(VersionId(1, 0))["w"]  # renews at every look
     assert tensor.data.tobytes() == data.tobytes()
 
 
@@ -390,6 +307,8 @@ def test_fetch_and_write_times_are_metrics(run):
     run.subscriber().fetch(version)
     names = {name for record in read_metrics(run.folder) for name in record.metrics}
     assert {"dcs/fetch_s_max", "dcs/write_s_max", "dcs/weights_gb"} <= names
+    for name in ("dcs/fetch_gb", "dcs/fetch_minimum_gb"):
+        assert series(read_metrics(run.folder), name) == [(3, sum(s.nbytes for s in SPECS) / 1e9)]
 
 
 def test_publishing_for_another_incarnation_is_refused(run):

@@ -30,6 +30,9 @@ class ForwardBackend(FakeBackend):
     def sum_in_replica(self, values: np.ndarray) -> np.ndarray:
         return values
 
+    def boxes(self) -> list[Box]:
+        return [Box("w", (1,), (2,))]
+
     def load_tensors(self, read: Any) -> None:
         self.log.append(float(read(Box("w", (1,), (2,)))))
 
@@ -65,12 +68,14 @@ class Weights:
         assert timeout_s >= 0
         return VersionId(1, self.versions.pop(0)) if self.versions else None
 
-    def fetch(self, version: VersionId) -> dict[str, HostTensor]:
+    def fetch(self, version: VersionId, boxes: list[Box]) -> dict[Box, HostTensor]:
         if version.version in self.vanished:
             raise WeightSyncError("gone")
-        data = np.array([0, version.version], np.float32).view(np.uint8)
-        data.flags.writeable = False
-        return {"w": HostTensor("float32", (2,), data)}
+        whole = np.array([0, version.version], np.float32)
+        whole.flags.writeable = False
+        return {
+            box: HostTensor("float32", box.shape, whole[box.slices].view(np.uint8)) for box in boxes
+        }
 
 
 def run(task: str, queue: Queue, weights: Weights | None) -> list[Any]:
@@ -115,3 +120,11 @@ def test_host_tensor_as_torch() -> None:
     data.flags.writeable = False
     seen = as_torch(HostTensor("bfloat16", (2, 3), data))
     assert torch.equal(seen, torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
+
+
+def test_a_box_that_is_viewed_in_a_larger_piece_as_torch() -> None:
+    whole = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    words = whole.view(torch.uint8).numpy()
+    seen = as_torch(HostTensor("bfloat16", (2, 3), words[1:3, 4:10]))
+    assert torch.equal(seen, whole[1:3, 2:5])
+    assert seen.data_ptr() == words[1:, 4:].ctypes.data, "no copy"

@@ -18,7 +18,7 @@ from relax_hpc.errors import DeadlineError, TransferError
 from relax_hpc.runfolder import create_run_folder
 from relax_hpc.transfer import frames
 from relax_hpc.transfer.buffers import BufferPool
-from relax_hpc.transfer.frames import Reply, Request, Trailer, WrongKeyError
+from relax_hpc.transfer.frames import Ask, Reply, Request, Trailer, WrongKeyError
 from relax_hpc.transfer.tcp import DataClient
 from relax_hpc.transfer.tcp_server import DataServer, ServerLimits
 from relax_hpc.transfer.wire import BlockRef, DataAccess
@@ -199,6 +199,7 @@ def test_a_length_field_of_2_gb_takes_no_memory(folder: Path, serve: Serve) -> N
     "message",
     [
         Reply([1], [], []),
+        Ask("nobody", b""),
         Request([("arenas", "x")], [(1, 0, 64)], []),
         Request([("arenas", "x")], [(-1, 0, 64)], []),
         Request([("arenas", "x")], [(0, -64, 64)], []),
@@ -317,6 +318,9 @@ def test_strangers_do_not_keep_clients_out(folder: Path, serve: Serve) -> None:
     for stranger in strangers:
         stranger.socket.close()
     clients = [Peer(server) for _ in range(4)]
+    for client in clients:  # the server has seen its proof when it answers
+        client.channel.send(Request([], [], []))
+        client.channel.receive(Reply, 1 << 20)
     with pytest.raises((EOFError, ConnectionError)):
         Peer(server)
     wait_for(server, "too_many")
