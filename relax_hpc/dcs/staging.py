@@ -20,8 +20,10 @@ Held = tuple[Box, torch.Tensor]
 """A box and a view with its elements in the box's order: axis 0 of the box may be several axes of
 the view, the other axes are axes of the view."""
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGN = 256  # bytes between bundles in a buffer: NCCL and vector loads like whole lines
-_CHUNK_WORDS = 2**22  # 32 MiB: the temporary of a checksum on a GPU
+_ROW_WORDS = 1024  # of the matrix that a GPU sums up
+_PRIME = 1_099_511_628_211  # of FNV-1a: keeps the sums' order in the checksum
 
 
 class Staging:
@@ -62,10 +64,15 @@ class Staging:
                         "pieces and plan must be of the same layout"
                     )
                 raw = data[part.offset : part.offset + part.nbytes]
-                packed = raw.view(getattr(torch, part.dtype)).view(part.box.shape)
-                for inside, view in _views(packed, part.box, found[0], where):
-                    staged.append(inside)
-                    outside.append(view)
+                dtype = getattr(torch, part.dtype)
+                own, view = found[0]
+                if view.dtype == dtype:  # as words: a copy of numbers may change the bits of a NaN
+                    dtype = _WORDS[dtype.itemsize]
+                    view = view.view(dtype)
+                packed = raw.view(dtype).view(part.box.shape)
+                for pair in _views(packed, part.box, (own, view), where):
+                    staged.append(pair[0])
+                    outside.append(pair[1])
         return Binding(staged, outside)
 
 
@@ -89,24 +96,28 @@ class Binding:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Signed 64-bit checksum of a uint8 tensor: xxh3-64 on CPUs, a weighted sum on a GPU.
+    """Signed 64-bit checksum of a uint8 tensor: xxh3-64 on CPUs, `weighted_sums` on a GPU."""
+    if data.device.type != "cpu":
+        return weighted_sums(data)
+    unsigned = xxhash.xxh3_64_intdigest(data.numpy().data)
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
 
-    On the GPU every word is multiplied by an odd number of its own, so that each changed word and
-    each swap inside of a chunk changes the sum; it reads the data at memory speed and waits for
-    the current stream.
+
+def weighted_sums(data: torch.Tensor) -> int:
+    """Checksum of a uint8 tensor from sums alone, which a GPU makes at memory speed.
+
+    The 64-bit words are a matrix: sums of its rows and of its columns, each multiplied by an odd
+    number of its own, so that each changed word and each swap changes it. Waits for the current
+    stream.
     """
-    if data.device.type == "cpu":
-        unsigned = xxhash.xxh3_64_intdigest(data.numpy().data)
-        return unsigned - (1 << 64) if unsigned >> 63 else unsigned
-    num_words = data.numel() // 8
-    words = data[: num_words * 8].view(torch.int64)
-    weights = torch.arange(min(num_words, _CHUNK_WORDS), device=data.device) * 2 + 1
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    num_rows = len(words) // _ROW_WORDS
+    rows = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS)
+    rest = words[num_rows * _ROW_WORDS :], data[8 * len(words) :].to(torch.int64)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for first in range(0, num_words, _CHUNK_WORDS):
-        chunk = words[first : first + _CHUNK_WORDS]
-        total = total * 1_099_511_628_211 + (chunk * weights[: len(chunk)]).sum()
-    for number, byte in enumerate(data[num_words * 8 :]):
-        total = total * 1_099_511_628_211 + byte * (2 * number + 1)
+    for part in (rows.sum(1), rows.sum(0), *rest):
+        weights = torch.arange(len(part), device=data.device) * 2 + 1
+        total = total * _PRIME + (part * weights).sum()
     return int(total.item())
 
 

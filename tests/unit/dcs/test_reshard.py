@@ -21,7 +21,7 @@ from relax_hpc.dcs.packing import Bundle, Part, incoming, outgoing, plan_digest
 from relax_hpc.dcs.plan import Placement, plan
 from relax_hpc.dcs.rank_layout import layout_of_boxes
 from relax_hpc.dcs.reshard import ShardReceiver, ShardSender
-from relax_hpc.dcs.staging import Staging, checksum
+from relax_hpc.dcs.staging import Staging, checksum, weighted_sums
 from relax_hpc.dcs.trainer_layout import TrainerParallel, trainer_layout
 from relax_hpc.dcs.weight_group import WeightGroup
 from relax_hpc.errors import WeightSyncError
@@ -143,13 +143,34 @@ def test_a_view_of_another_shape_and_a_missing_box_are_refused():
         staging.binding([(box, torch.zeros(2, 4))], "trainer rank 3")
 
 
-def test_a_checksum_sees_every_bit():
-    data = torch.arange(100, dtype=torch.uint8)
-    seen = {checksum(data)}
-    for place in (0, 50, 99):
-        data[place] ^= 1
-        seen.add(checksum(data))
-    assert len(seen) == 4 and all(-(2**63) <= value < 2**63 for value in seen)
+@pytest.mark.parametrize("function", [checksum, weighted_sums])
+@pytest.mark.parametrize("size", [1, 8, 100, 8 * 1024 * 3 + 8 * 5 + 3])
+def test_a_checksum_sees_every_bit_and_swap(function, size):
+    generator = torch.Generator().manual_seed(size)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    seen = [function(data)]
+    for place in {0, size // 2, size - 1}:
+        data[place] ^= 128
+        seen.append(function(data))
+    for distance in (8, 8 * 1024):  # neighbours in a row, and in a column
+        if size > distance + 8:
+            swapped = data.clone()
+            swapped[:8], swapped[distance : distance + 8] = data[distance : distance + 8], data[:8]
+            seen.append(function(swapped))
+    assert len(set(seen)) == len(seen) and all(-(2**63) <= value < 2**63 for value in seen)
+
+
+def test_the_bits_of_a_nan_are_kept():
+    box = Box("w", (0,), (2**16,))
+    nans = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    bundle = Bundle((Part(box, "bfloat16", 0, 2**17),), 2**17, (0,))
+    staging = Staging([bundle], CPU, is_pinned=False)
+    staging.binding([(box, nans.view(torch.bfloat16))], "rank").fill()
+    assert torch.equal(staging.data[0].view(torch.int16), nans)
+    staging.binding([(box, nans.view(torch.bfloat16).to(torch.float32))], "rank").fill()
+    numbers = nans.view(torch.bfloat16)
+    converted = staging.data[0].view(torch.bfloat16)
+    assert torch.equal(converted.nan_to_num(), numbers.nan_to_num())  # another dtype: as numbers
 
 
 # ---------------------------------------------------------------------------------------------
