@@ -172,7 +172,7 @@ class ShardSender:
             while (buffer := self._next()) is not None:
                 try:
                     self._transmit(buffer)
-                except (WeightSyncError, RuntimeError) as err:
+                except (WeightSyncError, RuntimeError, TimeoutError) as err:
                     self._fail(err)
                     return
                 with self._changed:
@@ -414,9 +414,10 @@ class _Flow:
         try:
             pending.wait(0.0 if self._is_late else seconds)
         except (RuntimeError, TimeoutError) as err:
+            reason = "not done either" if self._is_late else _first_line(err)
             self._is_late |= isinstance(err, TimeoutError)
             done = f"{self._done[peer]} of {self._total[peer]} bytes done"
-            self._faults.setdefault(peer, f"rank {peer} after {done}: {_first_line(err)}")
+            self._faults.setdefault(peer, f"rank {peer} after {done}: {reason}")
             self._cause = self._cause or err
             return False
         self._done[peer] += nbytes

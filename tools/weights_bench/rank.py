@@ -86,14 +86,14 @@ class Rank:
                 tensor.copy_(self._case.content(box, version, self._group.device))
         self._synchronize()
         dist.barrier()
-        started = time.monotonic()
+        started, cpu_s = time.monotonic(), time.process_time()
         stall_s = sync(version)
         self._synchronize()
-        ended = time.monotonic()
+        ended, cpu_s = time.monotonic(), time.process_time() - cpu_s
         if not self._is_trainer:
             self._check(version)
         dist.barrier()
-        return {"started": started, "ended": ended, "stall_s": stall_s}
+        return {"started": started, "ended": ended, "stall_s": stall_s, "cpu_s": cpu_s}
 
     def _ours(self, version: int) -> float:
         if not self._is_trainer:

@@ -241,6 +241,20 @@ def test_scalars_floats_and_several_dtypes_arrive(joined):
         sender.close()
 
 
+def test_a_trainer_rank_that_nobody_needs_sends_nothing(joined):
+    layout = layout_of_boxes(SPECS[2:], {rank: [SPECS[2].whole()] for rank in (0, 1)})
+    engine = layout_of_boxes(SPECS[2:], {0: [SPECS[2].whole()]})
+    made = plan(layout, engine, Placement.blocks(2, 1))
+    *senders, receiver = members_of(joined(3), [(made, layout)] * 3)
+    for sender in senders:
+        sender.send(1) if sender.plan.sent_bytes[sender.rank] == 0 else sender.snapshot(1)
+    receiver.receive(1)
+    for sender in senders:
+        sender.drain()
+        sender.close()
+    assert sorted(sender.sent_bytes for sender in senders) == [0, SPECS[2].nbytes]
+
+
 def test_different_plans_are_an_error_that_names_both(joined):
     plans = [two_to_one(), two_to_one(), two_to_one((1, 0))]
     mine, other = (f"{plan_digest(made) >> 1:016x}" for made, _ in plans[1:])
