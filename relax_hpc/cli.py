@@ -219,12 +219,14 @@ def _plan_weights(args: argparse.Namespace, config: Any, plan: Any) -> int:
     from relax_hpc.dcs.weights_summary import summary_lines
     from relax_hpc.launcher.weight_plan import read_model_config, weights_summary
 
-    found = weights_summary(config, read_model_config(config), plan)
+    model_config, shapes_from = read_model_config(config)
+    found = weights_summary(config, model_config, plan) | {"shapes_from": shapes_from}
     if args.json:
         _print_json(found)
         return 0
     for line in summary_lines(found):
         _print(line)
+    _print(f"shapes: {shapes_from}")
     return 0
 
 

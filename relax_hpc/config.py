@@ -263,6 +263,14 @@ class TrainConfig:
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Expert parallelism: divides TP x DP / etp and the number of experts."""
+    etp: int = 0
+    """Tensor parallelism inside an expert; 0 = tp."""
+    first_stage_layers: int = 0
+    """Layers of the first pipeline stage; 0 = as the others."""
+    last_stage_layers: int = 0
+    """Layers of the last pipeline stage; 0 = as the others."""
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch; a longer sample gets one of its own."""

@@ -71,6 +71,10 @@ RANGES = {
     "train": {
         "tp": _COUNT,
         "pp": _COUNT,
+        "ep": _COUNT,
+        "etp": _NOT_NEGATIVE,
+        "first_stage_layers": _NOT_NEGATIVE,
+        "last_stage_layers": _NOT_NEGATIVE,
         "micro_batch_tokens": _COUNT,
         "chunks_per_step": _COUNT,
         "lr": _BETA,

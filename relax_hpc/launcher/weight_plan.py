@@ -14,6 +14,24 @@ from relax_hpc.dcs.weights_summary import summary
 from relax_hpc.errors import ConfigError
 from relax_hpc.launcher.plan import Plan, StepPlan
 
+SIZES: typing.Final[Mapping[str, Mapping[str, typing.Any]]] = {
+    "Qwen3-235B-A22B": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "tie_word_embeddings": False,
+    },
+}
+"""What decides the tensors in config.json, by the name of the model's folder: a sync of hundreds of
+GPUs is planned where nobody wants to download 470 GB."""
+
 
 def weights_summary(
     config: Config, model_config: Mapping[str, typing.Any], plan: Plan
@@ -27,7 +45,15 @@ def weights_summary(
         model_config: the model's parsed `config.json`.
         plan: where the steps run.
     """
-    trainer = TrainerParallel(tp=config.train.tp, pp=config.train.pp, dp=config.dp)
+    trainer = TrainerParallel(
+        tp=config.train.tp,
+        pp=config.train.pp,
+        dp=config.dp,
+        ep=config.train.ep,
+        etp=config.train.etp,
+        first_stage_layers=config.train.first_stage_layers,
+        last_stage_layers=config.train.last_stage_layers,
+    )
     train = [step for step in plan.steps if step.role == "train"]
     is_replay = bool(config.rollout.replay)  # then rollout steps have no engines
     engines = [step for step in plan.steps if step.role == "rollout" and not is_replay]
@@ -50,23 +76,31 @@ def weights_summary(
     return summary(model, config.model.dtype, trainer, engine, placement)
 
 
-def read_model_config(config: Config) -> dict[str, typing.Any]:
-    """Read `config.json` of the recipe's model.
+def read_model_config(config: Config) -> tuple[dict[str, typing.Any], str]:
+    """Read `config.json` of the recipe's model; of a well-known model also without its folder.
+
+    Returns:
+        Its content, and where that is from.
 
     Raises:
-        ConfigError: the folder is not here (yet), or the file is no JSON object.
+        ConfigError: the folder is not here (yet) and its name is not in SIZES, or the file is no
+            JSON object.
     """
     path = Path(config.model.path) / "config.json"
+    name = Path(config.model.path).name
+    if name in SIZES and not path.exists():
+        return dict(SIZES[name]), f"the sizes that relax_hpc knows of {name} ({path} is not here)"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         raise ConfigError(
             f"model.path={config.model.path}: {path} cannot be read ({err}); the weights' plan "
-            "needs the model's config.json: set model.path to a folder that is here"
+            "needs the model's config.json: set model.path to a folder that is here, or to one "
+            f"named {', '.join(SIZES)}"
         ) from err
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {type(tree).__name__}, not an object")
-    return tree
+    return tree, str(path)
 
 
 def _number(options: Mapping[str, str | int | float], *names: str) -> int:

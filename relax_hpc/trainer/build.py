@@ -6,6 +6,7 @@ import typing
 from pathlib import Path
 
 from relax_hpc.config import Config, TrainConfig
+from relax_hpc.errors import ConfigError
 from relax_hpc.trainer import hf_weights
 from relax_hpc.trainer.megatron_compat import import_megatron
 from relax_hpc.trainer.model_config import read_model_shape
@@ -54,6 +55,7 @@ def build_backend(config: Config, train: TrainConfig, is_training: bool) -> "Meg
         ConfigError: the model or the layout is not supported.
     """
     folder = initial_weights(config)
+    _refuse_unsupported(train)
     shape = read_model_shape(folder)
     hf_weights.check_parallel(shape, train.tp, train.pp)
     import_megatron()
@@ -69,3 +71,11 @@ def build_backend(config: Config, train: TrainConfig, is_training: bool) -> "Meg
     if is_training:
         backend.prepare_training()
     return backend
+
+
+def _refuse_unsupported(train: TrainConfig) -> None:
+    """Refuse what the weight plan knows and this backend does not yet: experts, uneven stages."""
+    simple = {"ep": 1, "etp": 0, "first_stage_layers": 0, "last_stage_layers": 0}
+    for name, value in simple.items():
+        if (seen := getattr(train, name)) != value:
+            raise ConfigError(f"train.{name}={seen}: the train step does not shard so; use {value}")

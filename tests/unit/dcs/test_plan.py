@@ -344,7 +344,7 @@ def test_what_the_trainer_does_not_have_is_named():
 def test_a_plan_of_1536_ranks_of_a_235b_model():
     """Seconds and memory are far below the bounds; the command is what a user runs."""
     command = [sys.executable, str(ROOT / "tools/plan_weights"), "--json"]
-    command += ["--config", "235b-a22b", "--trainer-ranks", "1024", "--engine-ranks", "512"]
+    command += ["--config", "Qwen3-235B-A22B", "--trainer-ranks", "1024", "--engine-ranks", "512"]
     command += ["--tp", "4", "--pp", "8", "--ep", "16", "--etp", "1"]
     command += ["--first-stage-layers", "11", "--last-stage-layers", "11", "--engine-tp", "8"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -1,7 +1,10 @@
 """`relax-hpc plan --weights`: the figures of a recipe's weight sync, from config.json alone."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.site import load_site
 from relax_hpc.launcher.weight_plan import weights_summary
-from tests.launcher_samples import HEADLINE, SMALL, config_of, relax, write_recipe
+from tests.launcher_samples import HEADLINE, ROOT, SMALL, config_of, relax, write_recipe
 
 MODEL = {
     "model_type": "qwen3",
@@ -32,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, *more: str) -> dict[str, object]:
+def planned(folder: Path, *more: str) -> dict[str, Any]:
     done = relax(
         *("plan", "recipe.toml", "--weights", "--json", "--set", "model.path=net"),
         *more,
@@ -107,3 +110,34 @@ def test_a_run_without_engines_moves_nothing() -> None:
     found = summed(rollout__replay="runs/a-1/trajectories")
     assert (found["engine_ranks"], found["bytes"]) == (0, 0)
     assert found["max_rank_bytes_vs_mean"] == 1.0
+
+
+MEASURED = """
+import resource, sys
+from relax_hpc import cli
+code = cli.main(["plan", "--weights", "--json", "recipes/qwen3_235b_a22b.toml"])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_the_sync_of_1536_gpus_without_the_model() -> None:
+    """The command that a user runs where nobody downloaded 470 GB: seconds, memory and balance."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["trainer_ranks"], found["engine_ranks"]) == (1024, 512)
+    assert found["bytes"] == found["minimum_bytes"] > 64 * 470e9
+    assert found["max_rank_bytes_vs_mean"] <= 1.2
+    assert "config.json is not here" in found["shapes_from"]
+    assert found["plan_s"] < 10 and int(done.stderr.splitlines()[-1]) < 2e9
+
+
+def test_a_folder_that_is_here_counts_before_the_known_sizes(folder: Path) -> None:
+    (folder / "Qwen3-235B-A22B").mkdir()
+    (folder / "Qwen3-235B-A22B/config.json").write_text(json.dumps(MODEL))
+    found = planned(folder, "--set", "model.path=Qwen3-235B-A22B")
+    assert found["shapes_from"] == "Qwen3-235B-A22B/config.json"
+    assert 0 < found["bytes"] < 1e9
