@@ -210,7 +210,9 @@ class Mirror:
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
             try:
-                offer = self._ask(key, min(left_s, _LONG_POLL_S), patience)
+                # An idle source is heard of well within our patience.
+                wait_s = min(left_s, _LONG_POLL_S, self._patience_s / 2)
+                offer = self._ask(key, wait_s, patience)
             except WrongKeyError as err:
                 wrong_keys += 1
                 if wrong_keys == 3:  # once may be a byte that was hurt on the way

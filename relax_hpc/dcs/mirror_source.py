@@ -124,6 +124,9 @@ class _Shelf:
             if not self._changed.wait_for(lambda: bool(self._wanted), timeout_s):
                 return
             version = self._wanted[0]
+            while len(self._held) >= self._max_versions:
+                gone, _ = self._held.popitem(last=False)
+                _log.info("version let go %s", kv(version=gone))
         note, held = "", None
         try:
             held = self._load(version)
@@ -136,9 +139,6 @@ class _Shelf:
                 self._gone[version] = note
             else:
                 self._held[version] = held
-            while len(self._held) > self._max_versions:
-                gone, _ = self._held.popitem(last=False)
-                _log.info("version let go %s", kv(version=gone))
             while len(self._gone) > 64:
                 del self._gone[next(iter(self._gone))]
             self._changed.notify_all()
@@ -164,8 +164,8 @@ class MirrorSource:
         address: (ip, port) to listen on; port 0: a free one.
         chunk_bytes: unit of transfer; what is sent again after a cut is at most one a stream.
         deflate: compress deltas; off for links beyond 1 GB/s.
-        max_versions: versions in memory: target and base of every mirror; those of two mirrors in
-            step with each other are the same ones.
+        max_versions: models in memory, >= 2: target and base of a mirror. Mirrors that keep step
+            with each other share them; with too few, others fetch theirs again and again.
         limits: what one peer can use up.
     """
 
@@ -177,7 +177,7 @@ class MirrorSource:
         *,
         chunk_bytes: int = 1 << 20,
         deflate: bool = True,
-        max_versions: int = 4,
+        max_versions: int = 3,
         limits: ServerLimits | None = None,
     ) -> None:
         self._key, self._chunk_bytes, self._deflate = key, chunk_bytes, deflate
@@ -256,6 +256,8 @@ class MirrorSource:
 
     def _offer(self, asked: Open, deadline: float) -> Offer:
         """Find the version that a mirror fetches next, and whether against its own one."""
+        if asked.have is not None:
+            self._shelf.held(asked.have.version)  # used now: the target must not take its place
         try:
             target = self._target(asked, deadline)
             if target is None:

@@ -96,9 +96,8 @@ class Cluster:
 class Bed:
     """Cluster `a` trains, cluster `b` has engines; everything ends with the stack."""
 
-    def __init__(self, folder, stack):
-        self.folder, self.stack = folder, stack
-        self.a, self.b = Cluster(folder, "a", stack), Cluster(folder, "b", stack)
+    def __init__(self, folder, stack, a, b):
+        self.folder, self.stack, self.a, self.b = folder, stack, a, b
         self.key_file = folder / "mirror.key"
         create_mirror_key(self.key_file)
         self.key = load_mirror_key(self.key_file)
@@ -164,7 +163,7 @@ def kill(child):
 @contextlib.contextmanager
 def two_clusters(folder: Path):
     with contextlib.ExitStack() as stack:
-        yield Bed(folder, stack)
+        yield Bed(folder, stack, Cluster(folder, "a", stack), Cluster(folder, "b", stack))
 
 
 def wait_until(predicate, what, timeout_s=60.0):

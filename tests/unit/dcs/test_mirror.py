@@ -78,6 +78,26 @@ def test_nothing_newer_is_none_and_a_rollback_is_newer(bed):
     bed.b.check(version(4, incarnation=2), weights)
 
 
+def test_a_source_without_news_is_no_silent_one(bed):
+    mirror = bed.mirror(bed.source().address, patience_s=1.0)
+    assert mirror.pull(3.0) is None
+    bed.a.publish(0, random_weights(0))
+    assert mirror.pull(10) == version(0)
+
+
+def test_a_source_that_holds_two_models_is_enough_for_a_mirror(bed):
+    weights = random_weights(0)
+    bed.a.publish(0, weights)
+    mirror = bed.mirror(bed.source(max_versions=2).address)
+    mirror.pull(10)
+    for number in range(1, 5):
+        weights = changed(weights, number)
+        bed.a.publish(number, weights)
+        assert mirror.pull(10) == version(number)
+        bed.b.check(version(number), weights)
+    assert mirror.stats.full_versions == 1
+
+
 def test_a_mirror_that_missed_versions_gets_the_newest_against_what_it_has(bed):
     weights = random_weights(0)
     bed.a.publish(0, weights)
