@@ -163,7 +163,7 @@ class MirrorSource:
         key: `load_mirror_key` of the file that both clusters have.
         address: (ip, port) to listen on; port 0: a free one.
         chunk_bytes: unit of transfer; what is sent again after a cut is at most one a stream.
-        deflate: compress deltas; off for links beyond 1 GB/s.
+        deflate: compress deltas; it pays on links below 400 Mbit/s for each core of ours.
         max_versions: models in memory, >= 2: target and base of a mirror. Mirrors that keep step
             with each other share them; with too few, others fetch theirs again and again.
         limits: what one peer can use up.

@@ -145,12 +145,13 @@ class Spool:
 
     def _write(self, *parts: bytes | bytearray) -> None:
         """Append at the end, whole or not at all."""
-        view = memoryview(b"".join(parts))
         at = self._end
         try:
-            while len(view):
-                count = os.pwrite(self._file, view, at)
-                view, at = view[count:], at + count
+            for part in parts:
+                view = memoryview(part)
+                while len(view):
+                    count = os.pwrite(self._file, view, at)
+                    view, at = view[count:], at + count
         except OSError as err:
             os.ftruncate(self._file, self._end)
             raise WeightSyncError(

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", parents=[both], help="in the trainer's cluster")
     serve.add_argument("--listen", type=_address, required=True, metavar="IP:PORT")
     serve.add_argument("--chunk-bytes", type=int, default=1 << 20, help="unit of transfer")
-    serve.add_argument("--no-deflate", action="store_true", help="for links beyond 1 GB/s")
+    serve.add_argument("--no-deflate", action="store_true", help="for fast links: docs/dcs.md")
     follow = commands.add_parser("follow", parents=[both], help="in the engines' cluster")
     follow.add_argument("--source", type=_address, required=True, metavar="HOST:PORT")
     follow.add_argument("--spool", type=Path, help="folder for what has come; RUN/mirror/NODE")

@@ -27,6 +27,7 @@ from .mirror_bed import (
     wait_until,
 )
 
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))]
 DYING = Path(__file__).with_name("mirror_process.py")
 
 
@@ -127,7 +128,7 @@ def test_other_tensors_come_whole(bed):
 # -- the link ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_bad_link_costs_time_only(bed, seed, monkeypatch):
     """W5: dropped, repeated, reordered, cut and changed bytes; 20 ms; connections that stand."""
     monkeypatch.setattr("relax_hpc.dcs.mirror_stream._STALL_S", 0.5)
@@ -189,7 +190,7 @@ def test_a_mirror_without_a_source_ends_with_the_code_for_try_again(bed):
 # -- kills ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_mirrors_that_are_killed_go_on_where_they_were(bed, seed):
     """W1, W5: kill -9 at random bytes of a full version and of a delta."""
     rng = random.Random(seed)
@@ -214,7 +215,7 @@ def test_mirrors_that_are_killed_go_on_where_they_were(bed, seed):
     assert whole > 0.1 and delta > 0.004
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sources_that_are_killed_are_found_again(bed, seed):
     rng = random.Random(seed)
     weights = random_weights(seed)

@@ -205,7 +205,7 @@ def test_a_full_disk_is_an_error_and_the_spool_stays_good(tmp_path, monkeypatch)
 
     def fill_up(file, data, at):
         calls.append(at)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, data[: len(data) // 2], at)
 
