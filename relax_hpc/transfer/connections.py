@@ -112,7 +112,10 @@ class ConnectionServer:
         try:
             listener = socket.create_server((ip, port), family=family, backlog=256)
         except OSError as err:
-            raise TransferError(f"{self._name} server: cannot bind {ip}: {err.strerror}") from err
+            place = f"{ip} port {port}" if port else ip
+            raise TransferError(
+                f"{self._name} server: cannot bind {place}: {err.strerror}"
+            ) from err
         listener.setblocking(False)  # a client may be gone between poll and accept
         self._watchdog = threading.Thread(
             target=self._watch, args=(listener,), name=f"{self._name}-watch", daemon=True

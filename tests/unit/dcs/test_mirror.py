@@ -4,13 +4,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relax_hpc.dcs import mirror as mirror_module
-from relax_hpc.dcs.layout import TensorSpec
+from relax_hpc.dcs.client import WeightPublisher
+from relax_hpc.dcs.layout import Box, TensorSpec
 from relax_hpc.errors import DeadlineError, WeightSyncError
 from relax_hpc.metrics.metric import read_metrics, series
 from tests.link_proxy import FAULTS, Proxy
@@ -111,6 +113,35 @@ def test_a_mirror_that_missed_versions_gets_the_newest_against_what_it_has(bed):
     bed.b.check(version(5), weights)
     assert mirror.stats.full_versions == 1
     assert mirror.stats.kept_bytes < 1.06 * NBYTES
+
+
+def test_shards_of_several_ranks_become_whole_tensors(bed):
+    """The trainer publishes halves of rows; the delta is one of whole tensors all the same."""
+    specs = [TensorSpec("w", "bfloat16", (64, 300))]
+    weights = random_weights(0, specs)
+    mirror = bed.mirror(bed.source().address)
+    for number in (0, 1):
+        words = weights["w"].view(np.uint16).reshape(64, 300)
+        ranks = [
+            threading.Thread(target=publish_rows, args=(bed.a, number, words, rank))
+            for rank in (0, 1)
+        ]
+        for thread in ranks:
+            thread.start()
+        assert mirror.pull(20) == version(number)
+        for thread in ranks:
+            thread.join(30)
+        bed.b.check(version(number), weights, specs)
+        weights = changed(weights, 1, specs=specs)
+    assert mirror.stats.full_versions == 1
+
+
+def publish_rows(cluster, number, words, rank):
+    rows = words[32 * rank : 32 * rank + 32]
+    box = Box("w", (32 * rank, 0), (32 * rank + 32, 300))
+    specs = [TensorSpec("w", "bfloat16", (64, 300))]
+    publisher = WeightPublisher(cluster.me("train", rank=rank))
+    publisher.publish(number, [(box, "bfloat16", rows)], specs, 2, rank, timeout_s=20)
 
 
 def test_other_tensors_come_whole(bed):

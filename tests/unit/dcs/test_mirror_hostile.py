@@ -5,6 +5,8 @@ import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -176,6 +178,15 @@ def test_both_ends_must_know_the_key(bed, tmp_path):
     bed.key = load_mirror_key(other)
     with pytest.raises(TransferError, match="did not prove this run's key"):
         bed.mirror(source.address).pull(10)
+
+
+def test_a_port_that_is_taken_is_named(bed):
+    source = bed.source()
+    command = [sys.executable, "-m", "relax_hpc.steps.mirror", "serve", "--run", bed.a.run.path]
+    command += ["--key", bed.key_file, "--listen", f"127.0.0.1:{source.address[1]}"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 1
+    assert f"cannot bind 127.0.0.1 port {source.address[1]}: Address already in" in child.stderr
 
 
 # -- bad sources of a mirror ------------------------------------------------------------------
