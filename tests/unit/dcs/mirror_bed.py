@@ -55,7 +55,7 @@ def changed(weights, seed, share=0.03, specs=SPECS):
 
 
 class Cluster:
-    """A run with its weight service and one node's keeper, in this process."""
+    """A run with its weight service and one node, in this process."""
 
     def __init__(self, parent, name, stack):
         self.run, self.stack, self.node = create_run_folder(parent, name), stack, f"{name}01"
@@ -64,11 +64,9 @@ class Cluster:
         me = self.me("dcs")
         server = RpcServer(self.run, SERVICE, me)
         self.coordinator = WeightCoordinator(server, me)
-        agent, keeper = RpcServer(self.run, f"agent-{self.node}", me), WeightKeeper(me)
-        keeper.register(agent)
-        for each in (server, agent):
-            each.start_thread()
-            stack.callback(each.stop)
+        server.start_thread()
+        stack.callback(server.stop)
+        keeper = WeightKeeper(me)  # deletes what retired; nobody reads from another node here
         keeper.start()
         stack.callback(keeper.stop)
 
