@@ -11,6 +11,7 @@ RUN/logs/attempt_N/ROLE/   one log per task; `RUN/logs/latest` links to the newe
 RUN/.lock                  held (flock) while a supervisor decides whether it may go on
 RUN/postmortem/            one page per step that died: what its logs say about the cause
 RUN/metrics/               ROLE.jsonl, TensorBoard events
+RUN/mirror/NODE/           what has come of the next version, where weights follow another cluster
 RUN/trajectories/          every group that was put (HDF5), if rollout.archive
 RUN/checkpoints/step_N/    durable state; complete when it holds manifest.json
 """

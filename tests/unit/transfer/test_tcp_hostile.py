@@ -18,9 +18,10 @@ from relax_hpc.errors import DeadlineError, TransferError
 from relax_hpc.runfolder import create_run_folder
 from relax_hpc.transfer import frames
 from relax_hpc.transfer.buffers import BufferPool
+from relax_hpc.transfer.connections import ServerLimits
 from relax_hpc.transfer.frames import Ask, Reply, Request, Trailer, WrongKeyError
 from relax_hpc.transfer.tcp import DataClient
-from relax_hpc.transfer.tcp_server import DataServer, ServerLimits
+from relax_hpc.transfer.tcp_server import DataServer
 from relax_hpc.transfer.wire import BlockRef, DataAccess
 
 from .data_server_process import KEY, write_blocks
