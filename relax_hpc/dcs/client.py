@@ -1,4 +1,4 @@
-"""Both ends of the weight service: train ranks publish, engines fetch whole versions.
+"""Both ends of the weight service: train ranks publish, engines pull what they need.
 
 Bytes go from the publisher's node to the reader: mapped when both are on one node, else cut out by
 the agent of the publisher's node. The coordinator sees manifests only.

@@ -38,7 +38,7 @@ from relax_hpc.transfer.tcp_stream import Cancelled
 SERVICE = "cuts"
 PART_BYTES = 4 << 20
 """Of one answer: large against a round trip, small against a cache and the agent's memory."""
-_MAX_PART_READS = 1000  # a request stays far below its limit
+_MAX_PART_READS = 250  # a request fits into a socket's buffer: sending it waits for nobody
 _MAX_NODES = 8  # read from at once
 _TICK_S = 1.0
 _MAX_NAMED_RANKS = 8

@@ -266,6 +266,7 @@ class Attempts:
     def _attempt(self, is_retry: bool, exchange: Callable[[Link], Item]) -> Item:
         self._find(is_retry)
         assert self._address is not None
+        self._wait.check(_text(self._address), self._note)  # it may have taken a while
         link = self._links.take(self._address, self._wait)
         try:
             answer = exchange(link)
