@@ -105,11 +105,11 @@ def test_one_more_field_has_a_value_for_each_response_token() -> None:
 
 def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
     told = wire.Rows([2, 2], [5, 6], ["stop", "length"])
-    group = wire.GroupRows("0.1.0", 2, [0, 1], told, [])
+    group = wire.GroupRows("0.1.0", 2, [0, 1], told, [0, 1])
     header = BlockHeader(["0.1.0"], [], [0, 1], [])
     held = Rows(header, [{"tokens": np.zeros(5 + i, np.int32)} for i in range(2)])
     reward = Rows(header, [{"reward": np.zeros(())} for _ in range(2)])
-    rows = _to_rows(group, [held, reward], RL_ROWS)
+    rows = _to_rows([group], [held, reward], RL_ROWS)
     assert [(row.num_tokens, set(row.fields)) for row in rows] == [
         (5, {"tokens", "reward"}),
         (6, {"tokens", "reward"}),
@@ -117,8 +117,8 @@ def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
     assert rows[1].finish_reason is FinishReason.LENGTH
     longer = wire.Rows([2, 2], [5, 7], ["stop", "stop"])
     with pytest.raises(TransferError, match=r"tokens of its rows .*\[5, 6\].* was told \[5, 7\]"):
-        _to_rows(wire.GroupRows("0.1.0", 2, [0, 1], longer, []), [held], RL_ROWS)
+        _to_rows([wire.GroupRows("0.1.0", 2, [0, 1], longer, [0])], [held], RL_ROWS)
     with pytest.raises(TransferError, match="are missing"):
-        _to_rows(wire.GroupRows("0.1.0", 3, [0, 2], told, []), [held], RL_ROWS)
+        _to_rows([wire.GroupRows("0.1.0", 3, [0, 2], told, [0])], [held], RL_ROWS)
     with pytest.raises(TransferError, match="it was lost"):
-        _to_rows(group, [held, TransferError("it was lost")], RL_ROWS)
+        _to_rows([group], [held, TransferError("it was lost")], RL_ROWS)
