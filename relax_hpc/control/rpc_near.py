@@ -1,11 +1,11 @@
 """RPC between processes of one node: the messages of rpc_message over a UNIX socket.
 
 client                                  server
-  connect \0NAME  -------------------->   accept: a process of this user, or nothing
+  connect @NAME   -------------------->   accept: a process of this user, or nothing
   lengths, head, body  --------------->   read in the server's loop
   lengths, head, body  <---------------   written there; what does not fit waits for the client
 
-One wake-up each way: a call takes 110 us where TCP, CURVE and libzmq's threads take 340. The name is
+One wake-up each way: a call takes 110 us, where TCP, CURVE and libzmq take 340. The name is
 an HMAC of the run's client key and the server's nonce, so that only who has the keys finds it, and
 both ends ask the kernel which user the other one is. Abstract names belong to a network namespace
 and vanish with their process: what cannot be connected, or breaks, goes on by TCP.
