@@ -73,6 +73,8 @@ class Rows(Mapping[tuple[str, int], Fields]):
         self._header, self._fields = header, fields
         self._bounds = _bounds(header)
         self._index: dict[tuple[str, int], Fields] | None = None
+        if not self._bounds:
+            self._by_key()
 
     def pick(self, uid: str, samples: list[int]) -> list[Fields]:
         """Return the fields of samples of one group; {} for those that are not here."""
@@ -98,10 +100,16 @@ class Rows(Mapping[tuple[str, int], Fields]):
 
 
 def _bounds(header: BlockHeader) -> dict[str, tuple[int, int]]:
-    """Where the rows of each group begin and end; {} if they do not lie together."""
+    """Where the rows of each group begin and end; {} if they do not lie together.
+
+    Raises:
+        ValueError: a row has no group.
+    """
     if len(header.uids) == 1:
         return {header.uids[0]: (0, len(header.samples))}
     of_rows, begin = header.uid_of_row, 0
+    if len(of_rows) != len(header.samples) or not set(of_rows) <= set(range(len(header.uids))):
+        raise ValueError(f"{len(header.samples)} rows of groups {of_rows}: {len(header.uids)} uids")
     if of_rows != sorted(of_rows):
         return {}
     bounds = {}

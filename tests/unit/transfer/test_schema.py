@@ -8,7 +8,15 @@ from relax_hpc.records import FinishReason, Row, Sample
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Rows
 from relax_hpc.transfer.column import BlockHeader
-from relax_hpc.transfer.schema import RL_ROWS, Length, RowSchema, check_responses, column
+from relax_hpc.transfer.schema import (
+    RL_ROWS,
+    Length,
+    RowSchema,
+    check_responses,
+    column,
+    version_span,
+    version_spans,
+)
 from relax_hpc.transfer.transfer_queue import _to_rows
 
 from .queue_process import make_sample
@@ -122,3 +130,13 @@ def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
         _to_rows([wire.GroupRows("0.1.0", 3, [0, 2], told, [0])], [held], RL_ROWS)
     with pytest.raises(TransferError, match="it was lost"):
         _to_rows([group], [held, TransferError("it was lost")], RL_ROWS)
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 3], [6], [1, 5]])
+@pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 9], [0, 0, 2, 0, 1, 0], [2, 0, 0, 0, 0, 7]])
+def test_spans_of_groups_are_those_of_each(counts: list[int], lengths: list[int]) -> None:
+    random = np.random.default_rng(3)
+    values = [random.integers(0, 9, length, np.int32) for length in lengths]
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    expected = [version_span(values[b : b + n]) for b, n in zip(begins, counts, strict=True)]
+    assert version_spans(values, counts) == expected
