@@ -179,8 +179,10 @@ class TransferQueue:
         why = f"put group {by_uid[0][0]}" if len(by_uid) == 1 else f"put {len(by_uid)} groups"
         reply = self._store("put_groups", wire.PutGroups(infos), wire.StoredGroups, refs, why)
         stored = reply.results
-        kept = {block for block, s in zip(described.block_of, stored, strict=True) if s.is_kept}
-        self._payload.give_up([ref for block, ref in enumerate(refs) if block not in kept])
+        if not all(one.is_kept for one in stored):
+            pairs = zip(described.block_of, stored, strict=True)
+            kept = {block for block, one in pairs if one.is_kept}
+            self._payload.give_up([ref for block, ref in enumerate(refs) if block not in kept])
         return [one.is_wanted for one in stored]
 
     def save_partial(self, slot: PromptSlot, samples: Sequence[Fields]) -> bool:
