@@ -51,6 +51,11 @@ class GroupCommit:
         """Records appended since this object was made."""
         return self._num_appended
 
+    @property
+    def is_durable(self) -> bool:
+        """Everything appended so far is on disk."""
+        return self._failure is None and self._num_durable >= self._num_appended
+
     def append(self, record: Any) -> None:
         """Queue a record, in order; rendered now, it may change afterwards."""
         self.append_line(encode_line(record))

@@ -12,17 +12,23 @@ import zmq
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.keys import load_keys
 from relax_hpc.control.rpc_message import (
+    EARLY,
     NUMBER_BYTES,
     OK,
+    SAME,
     Address,
     Caller,
     ErrorReply,
     Header,
+    Link,
+    LinkLostError,
+    digest_of,
     read_address,
     receive_frames,
     send_frames,
     typed_error,
 )
+from relax_hpc.control.rpc_near import NearLink, near_name
 from relax_hpc.errors import ControlError, DeadlineError
 from relax_hpc.runfolder import RunFolder
 
@@ -40,10 +46,30 @@ Response = TypeVar("Response", bound=msgspec.Struct)
 
 @dataclasses.dataclass(slots=True)
 class _Connection:
-    socket: "zmq.Socket[bytes]"
+    link: Link
     address: Address
-    wait_ms: int = -1
-    """What its receive timeout was set to."""
+
+
+class _FarLink:
+    """A connection by TCP; libzmq makes it anew when it breaks."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self.socket = socket
+        self._wait_ms = -1
+
+    def send(self, frames: list[bytes]) -> None:
+        send_frames(self.socket, frames)
+
+    def receive(self, wait_ms: int) -> list[bytes] | None:
+        if wait_ms != self._wait_ms:
+            self.socket.rcvtimeo = self._wait_ms = wait_ms
+        try:
+            return receive_frames(self.socket)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
 
 
 class RpcClient:
@@ -120,7 +146,7 @@ class RpcClient:
         with self._lock:
             connections, self._free = self._free, []
         for connection in connections:
-            connection.socket.close(linger=0)
+            connection.link.close()
 
     # -- for PendingCall ----------------------------------------------------------------------
 
@@ -132,13 +158,14 @@ class RpcClient:
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
         return [number + header, msgspec.msgpack.encode(request)]
 
-    def _decode(self, method: str, reply: list[bytes], response_type: type[Response]) -> Response:
-        head, body = reply
+    def _decode(
+        self, method: str, status: bytes, body: bytes, response_type: type[Response]
+    ) -> Response:
         decoder = self._decoders.get(response_type)
         if decoder is None:
             decoder = self._decoders[response_type] = msgspec.msgpack.Decoder(response_type)
         try:
-            if head[NUMBER_BYTES:] == OK:
+            if status in (OK, EARLY):
                 answer: Response = decoder.decode(body)
                 return answer
             error = msgspec.msgpack.decode(body, type=ErrorReply)
@@ -163,8 +190,16 @@ class RpcClient:
             return None  # left behind by an earlier attempt: wait for ours
         return self._known
 
-    def _take(self, deadline: float, *, is_urgent: bool) -> _Connection | None:
-        """Return a connection to the service's present address; None at the deadline."""
+    def _take(
+        self, deadline: float, *, is_urgent: bool, lost: Address | None
+    ) -> _Connection | None:
+        """Return a connection to the service's present address; None at the deadline.
+
+        Args:
+            deadline: of the call.
+            is_urgent: the address may just have changed.
+            lost: where a near connection of this call broke: another one is made by TCP.
+        """
         pause_s = 0.02
         while (address := self._look(is_urgent=is_urgent)) is None:
             left_s = deadline - time.monotonic()
@@ -173,15 +208,22 @@ class RpcClient:
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _POLL_ADDRESS_S)
             is_urgent = True
-        with self._lock:
-            while self._free:
-                connection = self._free.pop()
-                if connection.address == address:
-                    return connection
-                connection.socket.close(linger=0)
-        return self._connect(address)
+        while (connection := self._take_idle()) is not None:
+            is_lost = address == lost and isinstance(connection.link, NearLink)
+            if connection.address == address and not is_lost:
+                return connection
+            connection.link.close()
+        return self._connect(address, is_near=address != lost)
 
-    def _connect(self, address: Address) -> _Connection:
+    def _take_idle(self) -> _Connection | None:
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def _connect(self, address: Address, *, is_near: bool) -> _Connection:
+        if is_near and address.node == self._identity.node:
+            near = NearLink.connect(near_name(self._keys, address.nonce))
+            if near is not None:
+                return _Connection(near, address)
         with self._lock:
             if self._context is None:
                 self._context = zmq.Context.instance()
@@ -191,14 +233,14 @@ class RpcClient:
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
         socket.connect(address.address)
-        return _Connection(socket, address)
+        return _Connection(_FarLink(socket), address)
 
     def _give_back(self, connection: _Connection, *, is_reusable: bool) -> None:
         with self._lock:
             if is_reusable and len(self._free) < _MAX_IDLE:
                 self._free.append(connection)
                 return
-        connection.socket.close(linger=0)
+        connection.link.close()
 
     @property
     def _place(self) -> str:
@@ -226,23 +268,48 @@ class PendingCall(Generic[Response]):
         self._frames = client._frames(method, request)
         self._connection: _Connection | None = None
         self._last = "no address published"
+        self._lost: Address | None = None
+        """Where a near connection broke."""
+        self._early: Response | None = None
+        self._digest = b""
+        """Of the early reply."""
+        self._reply: list[bytes] | None = None
+        """The final reply, when it came while an early one was waited for."""
 
-    def send(self, *, is_urgent: bool = False) -> bool:
+    def send(self) -> bool:
         """Send (again), waiting for an address until the deadline; False: there was none."""
-        self._connection = self._client._take(self._deadline, is_urgent=is_urgent)
-        if self._connection is None:
-            return False
-        self._last = self._connection.address.address
-        send_frames(self._connection.socket, self._frames)
-        return True
+        while True:
+            is_urgent = self._lost is not None
+            connection = self._client._take(self._deadline, is_urgent=is_urgent, lost=self._lost)
+            if connection is None:
+                return False
+            self._connection, self._last = connection, connection.address.address
+            try:
+                connection.link.send(self._frames)
+            except LinkLostError:
+                self._lost = connection.address
+                self._give_up()
+                continue  # the next one is by TCP, or to another start of the service
+            return True
+
+    def early(self) -> Response | None:
+        """Wait for what the reply will be, as far as it is told early; None: it is not.
+
+        The caller may prepare for it, but act only when `result` returns that very object.
+        """
+        if self._connection is not None or self.send():
+            self._reply = self._receive(is_early_enough=True)
+        return self._early if self._reply is None else None
 
     def result(self) -> Response:
         """Wait for the reply; raises as `RpcClient.call`."""
         while True:
+            if self._reply is not None:
+                return self._open(self._reply)
             if self._connection is not None or self.send():
-                reply = self._receive()
-                if reply is not None:
-                    return self._client._decode(self._method, reply, self._response_type)
+                self._reply = self._receive()
+                if self._reply is not None:
+                    continue
             if time.monotonic() >= self._deadline:
                 client = self._client
                 raise DeadlineError(
@@ -254,38 +321,67 @@ class PendingCall(Generic[Response]):
         """Give the call up: its reply, if it still comes, is lost."""
         self._end(is_reusable=False)
 
+    def _open(self, reply: list[bytes]) -> Response:
+        head, body = reply
+        status = head[NUMBER_BYTES:]
+        if status == SAME:
+            assert self._early is not None
+            return self._early
+        return self._client._decode(self._method, status, body, self._response_type)
+
     def _end(self, *, is_reusable: bool) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._client._give_back(connection, is_reusable=is_reusable)
 
-    def _receive(self) -> list[bytes] | None:
-        """Wait; None when the service moved or the deadline passed (socket closed)."""
-        connection = self._connection
+    def _give_up(self) -> None:
+        """The connection is no good: what it told early counts no more."""
+        self._early, self._digest = None, b""
+        self._end(is_reusable=False)
+
+    def _receive(self, *, is_early_enough: bool = False) -> list[bytes] | None:
+        """Wait for the reply, or until one is told early.
+
+        None: it is told early, or the connection was closed: the service moved, the connection
+        broke or the deadline passed.
+        """
+        connection, reply = self._connection, None
         assert connection is not None
-        is_done, number = False, self._frames[0][:NUMBER_BYTES]
-        resend_at = time.monotonic() + _RESEND_S
         try:
-            while (left_s := self._deadline - (now := time.monotonic())) > 0:
-                if now > resend_at:
-                    send_frames(connection.socket, self._frames)
-                    resend_at = now + _RESEND_S
-                _set_wait(connection, int(1000 * min(left_s, _POLL_ADDRESS_S)) + 1)
-                try:
-                    reply = receive_frames(connection.socket)
-                except zmq.Again:
-                    if self._client._look(is_urgent=True) != connection.address:
-                        return None
-                    continue
-                if len(reply) == 2 and reply[0][:NUMBER_BYTES] == number:
-                    is_done = True
-                    return reply
+            reply = self._wait(connection, is_early_enough)
+        except LinkLostError:
+            self._lost = connection.address
+        except BaseException:
+            self._give_up()
+            raise
+        if reply is None:
+            self._give_up()
             return None
-        finally:
-            self._end(is_reusable=is_done)
+        if reply[0][NUMBER_BYTES:] == EARLY:
+            return None
+        self._end(is_reusable=True)
+        return reply
 
-
-def _set_wait(connection: _Connection, wait_ms: int) -> None:
-    if connection.wait_ms != wait_ms:
-        connection.socket.rcvtimeo = wait_ms
-        connection.wait_ms = wait_ms
+    def _wait(self, connection: _Connection, is_early_enough: bool) -> list[bytes] | None:
+        number = self._frames[0][:NUMBER_BYTES]
+        resend_at = time.monotonic() + _RESEND_S
+        while (left_s := self._deadline - (now := time.monotonic())) > 0:
+            if now > resend_at:
+                connection.link.send(self._frames)
+                resend_at = now + _RESEND_S
+            reply = connection.link.receive(int(1000 * min(left_s, _POLL_ADDRESS_S)) + 1)
+            if reply is None:
+                if self._client._look(is_urgent=True) != connection.address:
+                    return None
+                continue
+            if len(reply) != 2 or reply[0][:NUMBER_BYTES] != number:
+                continue  # of an earlier try
+            status = reply[0][NUMBER_BYTES:]
+            if status == SAME and reply[1] != self._digest:
+                continue  # that one was lost, or replaced by the answer to a later try
+            if status == EARLY:
+                self._early, self._digest = self._open(reply), digest_of(reply[1])
+                if not is_early_enough:
+                    continue
+            return reply
+        return None

@@ -2,12 +2,18 @@
 
 request: [NUMBER HEADER, body]     NUMBER: 8 bytes, of one request of its client
 reply:   [NUMBER STATUS, body]     as few frames as possible: each costs both ends 5 us
+
+A reply may be announced: [NUMBER EARLY, body] says what it will be, [NUMBER SAME, digest of body]
+that it is that. Between the two the caller may prepare for it, but must not act on it. The digest
+tells which one is confirmed when a request was sent twice.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+import xxhash
 import zmq
 
 from relax_hpc import errors
@@ -15,11 +21,35 @@ from relax_hpc.errors import ControlError, RelaxError
 
 PING = "ping"
 """Method that every server answers: its loop turns."""
-OK, ERROR = b"ok", b"error"
+OK, ERROR, EARLY, SAME = b"ok", b"error", b"early", b"same"
 """Status of a reply."""
 NUMBER_BYTES = 8
 _SNDMORE, _RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
 """Plain integers: arithmetic on flags of an enum costs more than to send a frame."""
+
+
+class LinkLostError(ConnectionError):
+    """A connection ended; its calls go on over another one."""
+
+
+class Peer(Protocol):
+    """Where replies go."""
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        """Send a reply, in the loop; never waits and never fails."""
+
+
+class Link(Protocol):
+    """A client's connection to a service, of either kind."""
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send a request. Raises LinkLostError."""
+
+    def receive(self, wait_ms: int) -> list[bytes] | None:
+        """Wait for a message; None when none came in time. Raises LinkLostError."""
+
+    def close(self) -> None:
+        """Close it."""
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +106,11 @@ def receive_frames(socket: "zmq.Socket[bytes]", flags: int = 0) -> list[bytes]:
     while socket.getsockopt(_RCVMORE):
         frames.append(socket.recv(flags))
     return frames
+
+
+def digest_of(body: bytes) -> bytes:
+    """Digest by which an early reply is confirmed."""
+    return xxhash.xxh3_128_digest(body)
 
 
 def encode_error(err: Exception, service: str) -> bytes:

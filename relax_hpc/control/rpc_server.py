@@ -1,4 +1,4 @@
-"""RPC server: one asyncio loop, one ROUTER socket on a free port.
+"""RPC server: one asyncio loop, one ROUTER socket on a free port, one UNIX socket for the node.
 
 A turn of the loop reads every message that has arrived, answers what can be answered, then calls
 the `on_drained` hooks, so that a service can decide and write once for all of them.
@@ -21,19 +21,24 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from relax_hpc.control.identity import OBSERVER, Identity
 from relax_hpc.control.keys import load_keys
 from relax_hpc.control.rpc_message import (
+    EARLY,
     ERROR,
     NUMBER_BYTES,
     OK,
     PING,
+    SAME,
     Address,
     Caller,
     Empty,
     Header,
+    Peer,
+    digest_of,
     encode_error,
     read_address,
     receive_frames,
     send_frames,
 )
+from relax_hpc.control.rpc_near import NearPeer, NearServer, near_name
 from relax_hpc.errors import ControlError, RelaxError, StaleIncarnationError
 from relax_hpc.log import kv
 from relax_hpc.runfolder import RunFolder, write_atomic
@@ -57,12 +62,13 @@ _EMPTY = msgspec.msgpack.encode(Empty())
 class Responder:
     """The way back to one request. Used once, in the loop, now or later."""
 
-    __slots__ = ("_client", "_number", "_server")
+    __slots__ = ("_early", "_number", "_peer", "_service")
 
-    def __init__(self, server: "RpcServer", client: bytes, number: bytes) -> None:
-        self._server = server
-        self._client = client
+    def __init__(self, service: str, peer: Peer, number: bytes) -> None:
+        self._service = service
+        self._peer = peer
         self._number = number
+        self._early = b""
 
     def send(self, reply: msgspec.Struct | None) -> None:
         """Answer with a Struct; None = Empty."""
@@ -70,12 +76,33 @@ class Responder:
 
     def send_encoded(self, body: bytes) -> None:
         """Answer with what msgspec.msgpack.encode returned."""
-        self._server.answer([self._client, self._number + OK, body])
+        self._peer.answer(self._number + OK, body)
+
+    def send_early(self, body: bytes) -> None:
+        """Tell what the answer will be; `confirm`, `fail` or another answer must follow."""
+        self._early = digest_of(body)
+        self._peer.answer(self._number + EARLY, body)
+
+    def confirm(self) -> None:
+        """Answer with what was told early."""
+        self._peer.answer(self._number + SAME, self._early)
 
     def fail(self, err: Exception) -> None:
         """Answer with an error."""
-        body = encode_error(err, self._server.service)
-        self._server.answer([self._client, self._number + ERROR, body])
+        self._peer.answer(self._number + ERROR, encode_error(err, self._service))
+
+
+class _FarPeer:
+    """A client of the ROUTER socket."""
+
+    __slots__ = ("_client", "_server")
+
+    def __init__(self, server: "RpcServer", client: bytes) -> None:
+        self._server = server
+        self._client = client
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        self._server.answer([self._client, head, body])
 
 
 Handler = Callable[[Caller, Any], Awaitable[msgspec.Struct | None]]
@@ -130,6 +157,8 @@ class RpcServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket: zmq.Socket[bytes] | None = None
         self._is_turn_planned = False
+        self._near: NearServer | None = None
+        self._is_end_planned = False
         self.register(PING, Empty, _pong)
 
     def register(self, method: str, request_type: type[Any], handler: Handler) -> None:
@@ -261,6 +290,8 @@ class RpcServer:
             await self._stopping.wait()
         finally:
             self._loop.remove_reader(socket.FD)
+            if self._near is not None:
+                self._near.close()
             await self._cancel_tasks()
             self._unpublish()
             for stop in self._on_stop:
@@ -277,9 +308,19 @@ class RpcServer:
         socket.maxmsgsize = _MAX_REQUEST_BYTES
         ip = self._identity.bind_address()
         socket.bind(f"tcp://{ip}:*")  # the kernel chooses a free port
-        self._publish(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        nonce = os.urandom(8).hex()
+        self._listen_near(nonce)
+        self._publish(socket.getsockopt_string(zmq.LAST_ENDPOINT), nonce)
 
-    def _publish(self, endpoint: str) -> None:
+    def _listen_near(self, nonce: str) -> None:
+        assert self._loop is not None
+        name = near_name(self._keys, nonce)
+        try:
+            self._near = NearServer(self._loop, name, self._take_near, _MAX_REQUEST_BYTES)
+        except OSError as err:  # clients of this node come by TCP, like all others
+            logger.warning("no UNIX socket %s", kv(service=self.service, reason=err))
+
+    def _publish(self, endpoint: str, nonce: str) -> None:
         me = self._identity
         path = self._folder.control / f"{self.service}.addr"
         other = read_address(path)
@@ -295,7 +336,7 @@ class RpcServer:
             node=me.node,
             attempt=me.attempt,
             incarnation=me.incarnation,
-            nonce=os.urandom(8).hex(),
+            nonce=nonce,
         )
         write_atomic(path, msgspec.json.encode(self._published), mode=0o600)
         logger.info("serving %s", kv(service=self.service, address=endpoint, node=me.node))
@@ -334,14 +375,26 @@ class RpcServer:
             except zmq.Again:
                 break
             num_read += 1
-            self._dispatch(frames)
+            if len(frames) == 3:
+                self._dispatch(_FarPeer(self, frames[0]), frames[1], frames[2])
+            else:
+                logger.warning("request ignored %s", kv(service=self.service, frames=len(frames)))
         if num_read:
             self._end_turn()
         self._is_turn_planned = False
         if num_read and _is_readable(socket):
             self._plan_turn()
 
+    def _take_near(self, peer: NearPeer, head: bytes, body: bytes) -> None:
+        """Handle a request of this node; all that came together share the end of the turn."""
+        self._dispatch(peer, head, body)
+        if not self._is_end_planned:
+            assert self._loop is not None
+            self._is_end_planned = True
+            self._loop.call_soon(self._end_turn)
+
     def _end_turn(self) -> None:
+        self._is_end_planned = False
         try:
             for hook in self._on_drained:
                 hook()
@@ -349,12 +402,8 @@ class RpcServer:
             logger.exception("service ends %s", kv(service=self.service))
             self.fail(err)
 
-    def _dispatch(self, frames: list[bytes]) -> None:
-        if len(frames) != 3:
-            logger.warning("request ignored %s", kv(service=self.service, frames=len(frames)))
-            return
-        client, head, body = frames
-        responder = Responder(self, client, head[:NUMBER_BYTES])
+    def _dispatch(self, peer: Peer, head: bytes, body: bytes) -> None:
+        responder = Responder(self.service, peer, head[:NUMBER_BYTES])
         try:
             caller, method = self._open_header(head[NUMBER_BYTES:])
             request = self._decode(method, body)

@@ -67,31 +67,57 @@ Check = Callable[[np.ndarray], int]
 class Rows(Mapping[tuple[str, int], Fields]):
     """Rows of a block: (uid, sample index) -> field name -> value."""
 
-    __slots__ = ("_groups", "_header")
+    __slots__ = ("_bounds", "_fields", "_header", "_index")
 
     def __init__(self, header: BlockHeader, fields: Sequence[Fields]) -> None:
-        self._header = header
-        self._groups: dict[str, dict[int, Fields]] = {uid: {} for uid in header.uids}
-        groups = list(self._groups.values())
-        if len(groups) == 1:
-            groups[0].update(zip(header.samples, fields, strict=True))
-            return
-        for number, sample, row in zip(header.uid_of_row, header.samples, fields, strict=True):
-            groups[number][sample] = row
+        self._header, self._fields = header, fields
+        self._bounds = _bounds(header)
+        self._index: dict[tuple[str, int], Fields] | None = None
+        if not self._bounds:
+            self._by_key()
 
-    def of_group(self, uid: str) -> Mapping[int, Fields]:
-        """Return the rows of one group by sample index: cheaper than to ask for each."""
-        return self._groups.get(uid, {})
+    def pick(self, uid: str, samples: list[int]) -> list[Fields]:
+        """Return the fields of samples of one group; {} for those that are not here."""
+        begin, end = self._bounds.get(uid, (0, 0))
+        if self._header.samples[begin:end] == samples:  # whole, in order: the usual case
+            return list(self._fields[begin:end])
+        index = self._by_key()
+        return [index.get((uid, sample), {}) for sample in samples]
 
     def __getitem__(self, key: tuple[str, int]) -> Fields:
-        uid, sample = key
-        return self._groups[uid][sample]
+        return self._by_key()[key]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(_keys(self._header))
 
     def __len__(self) -> int:
         return len(self._header.samples)
+
+    def _by_key(self) -> dict[tuple[str, int], Fields]:
+        if self._index is None:
+            self._index = dict(zip(_keys(self._header), self._fields, strict=True))
+        return self._index
+
+
+def _bounds(header: BlockHeader) -> dict[str, tuple[int, int]]:
+    """Where the rows of each group begin and end; {} if they do not lie together.
+
+    Raises:
+        ValueError: a row has no group.
+    """
+    if len(header.uids) == 1:
+        return {header.uids[0]: (0, len(header.samples))}
+    of_rows, begin = header.uid_of_row, 0
+    if len(of_rows) != len(header.samples) or not set(of_rows) <= set(range(len(header.uids))):
+        raise ValueError(f"{len(header.samples)} rows of groups {of_rows}: {len(header.uids)} uids")
+    if of_rows != sorted(of_rows):
+        return {}
+    bounds = {}
+    for number, uid in enumerate(header.uids):
+        end = bisect.bisect_right(of_rows, number, begin)
+        bounds[uid] = (begin, end)
+        begin = end
+    return bounds
 
 
 class Entry(NamedTuple):

@@ -13,6 +13,8 @@ request -> rules (decide) -> events -> journal (append) + state (apply)
 
 Only take_rows answers before the disk does: a lease that is lost with the controller costs work
 that is done twice, never a row (put_fields accepts one result).
+take_chunk is told early what its answer will be, and maps the rows while the journal is written;
+its caller gets them with the answer, when the decision is on disk.
 """
 
 import logging
@@ -142,17 +144,28 @@ class QueueController:
         """Answer a put: after those who waited for it, who are the ones in a hurry."""
         self._last.append(self._sender(responder, reply))
 
+    def _reply_early(self, responder: Responder, reply: msgspec.Struct) -> None:
+        """Like `_reply`, but what it will be goes out now: the caller prepares for it meanwhile."""
+        body = msgspec.msgpack.encode(reply)
+        if self._commit.is_durable:
+            responder.send_encoded(body)
+        else:
+            responder.send_early(body)
+            self._commit.when_durable(self._ender(responder, responder.confirm))
+
     def _sender(self, responder: Responder, reply: msgspec.Struct | None) -> Done:
         body = msgspec.msgpack.encode(Empty() if reply is None else reply)
+        return self._ender(responder, lambda: responder.send_encoded(body))
 
-        def send(failure: ControlError | None) -> None:
+    def _ender(self, responder: Responder, send: Callable[[], None]) -> Done:
+        def end(failure: ControlError | None) -> None:
             if failure is None:
-                responder.send_encoded(body)
+                send()
             else:
                 responder.fail(failure)
                 self._server.fail(failure)  # the state in memory is ahead of the journal
 
-        return send
+        return end
 
     def _settle(self) -> None:
         """At the end of a turn: let go on who can, write, and then do what can wait."""
@@ -339,7 +352,7 @@ class QueueController:
     def _try_chunk(self, caller: Caller, request: wire.TakeChunk, responder: Responder) -> bool:
         reply = self._rules.chunk_reply(caller, request)
         if reply is not None:
-            self._reply(responder, reply)
+            self._reply_early(responder, reply)
         return reply is not None
 
     def _cut_ledger(self, caller: Caller, request: wire.CutLedger, responder: Responder) -> None:

@@ -76,22 +76,22 @@ class RowSchema:
             raise TransferError(f"group {uid} sample {index}: {err}") from None
         columns = _with_more(checked.values, fields)
         per_token = self._bytes_per_token if len(columns) == len(self.columns) else None
-        result = Description([], [], [], [])
+        result = Description([], self._spans(checked.values, groups), [], [])
         reasons: list[str] = [sample.finish_reason for sample in samples]
         packed: list[Group] = []
         begin, first, nbytes = 0, 0, 0
-        for uid, group in groups:
+        for one in groups:
+            uid, group = one
             if not group:
                 raise TransferError(f"group {uid}: has no samples")
             end = begin + len(group)
             sizes = checked.sizes[begin:end]
             result.rows.append(wire.Rows(prompts[begin:end], sizes, reasons[begin:end]))
-            result.spans.append(self._span(checked.values, begin, end))
             size = _PACK_BYTES if per_token is None else sum(sizes) * per_token
             if packed and nbytes + size > _PACK_BYTES:
                 result.add_block(packed, columns, checked.lengths, first)
                 packed, first, nbytes = [], begin, 0
-            packed.append((uid, group))
+            packed.append(one)
             result.block_of.append(len(result.blocks))
             nbytes += size
             begin = end
@@ -107,10 +107,12 @@ class RowSchema:
         sized = (c for c in self.columns.values() if c.length is not Length.SCALAR)
         return sum(column.dtype.itemsize for column in sized)
 
-    def _span(
-        self, columns: Mapping[str, Sequence[np.ndarray]], begin: int, end: int
-    ) -> tuple[int, int]:
-        return version_span(columns[self.versions][begin:end]) if self.versions else (-1, -1)
+    def _spans(
+        self, columns: Mapping[str, Sequence[np.ndarray]], groups: Sequence[Group]
+    ) -> list[tuple[int, int]]:
+        if not self.versions:
+            return [(-1, -1)] * len(groups)
+        return version_spans(columns[self.versions], [len(group) for _, group in groups])
 
     def _check(self, fields: Sequence[Fields], prompts: Sequence[int]) -> "_Checked":
         values = {name: _column(fields, name) for name in self.columns}
@@ -126,7 +128,8 @@ class RowSchema:
                 _check_scalars(name, values[name])
             elif column.length is not Length.ANY:
                 lengths[name] = sizes if column.length is Length.TOKENS else responses
-                _check_sizes(name, values[name], lengths[name])
+                if name != self.tokens:
+                    _check_sizes(name, values[name], lengths[name])
         return _Checked(sizes, values, lengths)
 
     @functools.cached_property
@@ -178,6 +181,20 @@ def version_span(values: Sequence[np.ndarray]) -> tuple[int, int]:
     """Return the smallest and the largest policy version; -1 when there is none."""
     versions = np.concatenate(values) if len(values) != 1 else values[0]
     return (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
+
+
+def version_spans(values: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the span of each of several groups: `counts` values of each, one after the other."""
+    ends = list(itertools.accumulate(counts, initial=0))
+    places = list(itertools.accumulate(map(len, values), initial=0))
+    bounds = [places[end] for end in ends]
+    if any(map(operator.ge, bounds, bounds[1:])):  # reduceat knows no empty parts
+        return [
+            version_span(values[a:b]) if a < b else (-1, -1) for a, b in itertools.pairwise(ends)
+        ]
+    versions = np.concatenate(values)
+    smallest = np.minimum.reduceat(versions, bounds[:-1]).tolist()
+    return list(zip(smallest, np.maximum.reduceat(versions, bounds[:-1]).tolist(), strict=True))
 
 
 def check_responses(rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]) -> None:
@@ -235,8 +252,6 @@ def _with_more(
 
 # The usual case of each check is a few loops in C over the whole column (`count` compares
 # identities first, and numpy has one object for each built-in dtype); only a refusal looks closer.
-
-
 def _check_dtype(name: str, values: Sequence[np.ndarray], dtype: np.dtype) -> None:
     with contextlib.suppress(AttributeError):  # no array at all: said below
         if [value.dtype for value in values].count(dtype) == len(values):

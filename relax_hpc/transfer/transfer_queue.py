@@ -19,11 +19,12 @@ controller.
 import dataclasses
 import itertools
 import logging
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -57,6 +58,22 @@ class Admission:
     """Prompts to generate; empty when the wait ended first."""
     done: bool
     """All train steps are complete: nothing will be admitted any more."""
+
+
+class _Opened(NamedTuple):
+    """Rows of a reply."""
+
+    rows: list[Row]
+    errors: dict[str, RelaxError]
+    """Of groups that could not be read, by uid."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Prepared:
+    """A chunk as the controller told it early, read while the journal was written."""
+
+    reply: wire.TakenChunk | None = None
+    opened: _Opened = dataclasses.field(default_factory=lambda: _Opened([], {}))
 
 
 class TransferQueue:
@@ -162,8 +179,10 @@ class TransferQueue:
         why = f"put group {by_uid[0][0]}" if len(by_uid) == 1 else f"put {len(by_uid)} groups"
         reply = self._store("put_groups", wire.PutGroups(infos), wire.StoredGroups, refs, why)
         stored = reply.results
-        kept = {block for block, s in zip(described.block_of, stored, strict=True) if s.is_kept}
-        self._payload.give_up([ref for block, ref in enumerate(refs) if block not in kept])
+        if not all(one.is_kept for one in stored):
+            pairs = zip(described.block_of, stored, strict=True)
+            kept = {block for block, one in pairs if one.is_kept}
+            self._payload.give_up([ref for block, ref in enumerate(refs) if block not in kept])
         return [one.is_wanted for one in stored]
 
     def save_partial(self, slot: PromptSlot, samples: Sequence[Fields]) -> bool:
@@ -238,7 +257,9 @@ class TransferQueue:
                 return reply
 
             reply = _poll(ask, lambda r: bool(r.groups), timeout_s)
-        return list(itertools.chain.from_iterable(self._read_groups(reply.groups, reply.blocks)[0]))
+        opened = self._open_groups(reply.groups, reply.blocks)
+        self._reject(opened.errors)
+        return opened.rows
 
     def put_fields(self, rows: Sequence[Row], name: str, arrays: Sequence[np.ndarray]) -> bool:
         """Put one field (`ref_logprobs`, `train_logprobs`) for rows; completes the task for them.
@@ -309,9 +330,17 @@ class TransferQueue:
         deadline = time.monotonic() + timeout_s
         why = f"chunk {index} of step {step} for dp rank {dp_rank}"
 
+        prepared = _Prepared()
+
         def ask(wait_s: float) -> wire.TakenChunk:
             request = wire.TakeChunk(step, index, dp_rank, dp_size, wait_s)
-            return self._call("take_chunk", request, wire.TakenChunk, wait_s, why=why)
+            call = self._client.start(
+                "take_chunk", request, wire.TakenChunk, timeout_s=wait_s + self._grace_s, why=why
+            )
+            prepared.reply = call.early()
+            if prepared.reply is not None and prepared.reply.groups is not None:
+                prepared.opened = self._open_groups(prepared.reply.groups, prepared.reply.blocks)
+            return call.result()
 
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
@@ -321,10 +350,11 @@ class TransferQueue:
                     f"{why}: not ready in {timeout_s:g} s; queue: {_state(self.status())}; look "
                     "into the logs of the steps that should fill it (rollout, ref, logprob)"
                 )
-            groups, lost = self._read_groups(reply.groups, reply.blocks)
-            if not lost:
-                rows = [row for group in groups for row in group]
-                return Chunk(task="train", step=step, index=index, rows=rows)
+            if reply is not prepared.reply:  # decided anew: the controller was restarted
+                prepared.opened = self._open_groups(reply.groups, reply.blocks)
+            if not prepared.opened.errors:
+                return Chunk(task="train", step=step, index=index, rows=prepared.opened.rows)
+            self._reject(prepared.opened.errors)
 
     def complete_step(self, step: int) -> StepSummary:
         """Acknowledge all chunks of `step` at the optimizer step: version becomes step + 1.
@@ -407,20 +437,25 @@ class TransferQueue:
             self._payload.give_up(refs)
             raise
 
-    def _read_groups(
-        self, groups: Sequence[wire.GroupRows], refs: Sequence[BlockRef]
-    ) -> tuple[list[list[Row]], bool]:
-        """Read rows of groups; a group that is lost or corrupt is rejected and left out."""
+    def _open_groups(self, groups: Sequence[wire.GroupRows], refs: Sequence[BlockRef]) -> "_Opened":
+        """Read rows of groups; those that are lost or corrupt are left out."""
         blocks = self._payload.read(refs)
-        result, is_lost = [], False
-        for group in groups:
+        try:
+            return _Opened(_to_rows(groups, blocks, self._schema), {})
+        except RelaxError:
+            opened = _Opened([], {})
+        for group in groups:  # which one is it?
             try:
-                result.append(_to_rows(group, [blocks[i] for i in group.blocks], self._schema))
+                opened.rows.extend(_to_rows([group], blocks, self._schema))
             except RelaxError as err:
-                is_lost = True
-                request = wire.EndGroup(group.uid, f"{err}")
-                self._call("reject_group", request, Empty, why=f"reject group {group.uid}")
-        return result, is_lost
+                opened.errors[group.uid] = err
+        return opened
+
+    def _reject(self, errors: Mapping[str, RelaxError]) -> None:
+        """Have groups generated again that could not be read."""
+        for uid, err in errors.items():
+            request = wire.EndGroup(uid, f"{err}")
+            self._call("reject_group", request, Empty, why=f"reject group {uid}")
 
 
 def _poll(
@@ -454,57 +489,63 @@ def _to_slot(slot: wire.Slot) -> PromptSlot:
 
 
 def _to_rows(
-    group: wire.GroupRows, blocks: "Sequence[Rows | RelaxError]", schema: RowSchema
+    groups: Sequence[wire.GroupRows], blocks: "Sequence[Rows | RelaxError]", schema: RowSchema
 ) -> list[Row]:
-    """Build the rows of a group from its blocks.
+    """Build the rows of groups from the blocks of their message.
 
     Raises:
         RelaxError: a block could not be read, or does not hold what the controller was told.
     """
-    parts: list[Rows] = []
-    for block in blocks:
-        if isinstance(block, RelaxError):
-            raise block
-        parts.append(block)
-    told, uid = group.rows, group.uid
-    fields: list[Fields]
-    held = [part.of_group(uid) for part in parts]
-    if len(held) == 1:
-        fields = [held[0].get(sample, {}) for sample in group.samples]
-    else:
-        fields = [_merged(held, sample) for sample in group.samples]
+    fields: list[Fields] = []
+    for group in groups:
+        fields += _fields_of(group, [blocks[i] for i in group.blocks])
+    counts = [len(group.samples) for group in groups]
+    told = [group.rows for group in groups]
     if schema.tokens:
-        _check_sizes(group, fields, schema.tokens)
-    num_rows = len(fields)
-    columns = zip(
-        [uid] * num_rows,
-        group.samples,
-        [group.group_size] * num_rows,
-        told.num_prompt_tokens,
-        map(_REASONS.__getitem__, told.finish_reasons),
+        _check_sizes(groups, fields, schema.tokens)
+    columns = zip(  # no work in Python for each row
+        _each(map(itertools.repeat, [group.uid for group in groups], counts)),
+        _each([group.samples for group in groups]),
+        _each(map(itertools.repeat, [group.group_size for group in groups], counts)),
+        _each([rows.num_prompt_tokens for rows in told]),
+        map(_REASONS.__getitem__, _each([rows.finish_reasons for rows in told])),
         fields,
         strict=True,
     )
-    return list(itertools.starmap(Row, columns))  # the order of its fields; no work in Python
+    return list(itertools.starmap(Row, columns))  # the order of its fields
 
 
-def _merged(parts: Sequence[Mapping[int, Fields]], sample: int) -> Fields:
+_each = itertools.chain.from_iterable
+
+
+def _fields_of(group: wire.GroupRows, blocks: "Sequence[Rows | RelaxError]") -> list[Fields]:
+    held = []
+    for block in blocks:
+        if isinstance(block, RelaxError):
+            raise block
+        held.append(block.pick(group.uid, group.samples))
+    return held[0] if len(held) == 1 else list(map(_merged, zip(*held, strict=True)))
+
+
+def _merged(parts: Sequence[Fields]) -> Fields:
     fields: Fields = {}
     for part in parts:
-        fields.update(part.get(sample, {}))
+        fields.update(part)
     return fields
 
 
-def _check_sizes(group: wire.GroupRows, fields: Sequence[Fields], name: str) -> None:
+def _check_sizes(groups: Sequence[wire.GroupRows], fields: Sequence[Fields], name: str) -> None:
     """Does the payload hold the rows that the controller was told of?"""
     try:
-        sizes = [len(row[name]) for row in fields]
+        sizes = list(map(len, map(operator.itemgetter(name), fields)))
     except (KeyError, TypeError):
         sizes = []
-    if sizes != group.rows.num_tokens:
+    told = list(_each([group.rows.num_tokens for group in groups]))
+    if sizes != told:
+        uids = ", ".join(group.uid for group in groups)
         raise TransferError(
-            f"group {group.uid}: {name} of its rows are missing or of other lengths: {sizes}, the "
-            f"queue was told {group.rows.num_tokens}"
+            f"group {uids}: {name} of its rows are missing or of other lengths: {sizes}, the "
+            f"queue was told {told}"
         )
 
 

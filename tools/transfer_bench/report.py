@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from transfer_bench.compare import (
+    ONLY_THEIRS,
     OURS,
     OURS_IN_MEMORY,
     PLANS,
@@ -53,6 +54,8 @@ class Report:
             "ragged_ratio": works["text"].ratio("put_s", "get_s"),
             "tensor_ratio": works["tensors"].ratio("put_s", "get_s"),
             "latency_ratio": works["latency"].ratio("latency_s"),
+            "ragged_ratio_of_arrays": works["text"].ratio("put_s", "get_s", *ONLY_THEIRS),
+            "latency_ratio_of_arrays": works["latency"].ratio("latency_s", *ONLY_THEIRS),
             "put_vs_memcpy": works["tensors"].put_vs_copy,
             "controller_rows_per_s": float(self.metadata["controller_rows_per_s"]),
             "tcp_vs_raw": None if self.network is None else self.network.ratio,
@@ -89,8 +92,11 @@ class Report:
         for name in ("text", "tensors"):
             lines += [self._line(name, "put", "put_s"), self._line(name, "get", "get_s")]
             lines += [self._line(name, "put + get", "put_s", "get_s")]
-            lines += [self._line(name, "put + get + read", "put_s", "get_s", "read_s")]
-        lines += [self._line("latency", "put to arrays", "latency_s")]
+            lines += [self._line(name, "put + get, arrays", "put_s", "get_s", *ONLY_THEIRS)]
+            keys = ("put_s", "get_s", *ONLY_THEIRS, "read_s")
+            lines += [self._line(name, "put + get + read", *keys)]
+        lines += [self._line("latency", "put to get", "latency_s")]
+        lines += [self._line("latency", "arrays to arrays", "latency_s", *ONLY_THEIRS)]
         key_value = 1000 * median_s(self.key_value, "put_s", "get_s")
         lines += [
             "",

@@ -4,7 +4,8 @@ Runs in the environment that holds `transferqueue` (see environment.py). What it
 the comparison is fair: one storage unit (the better of 1 and 2 on a small machine), a consumer that
 polls every 0.5 ms (its own StreamingDataset sleeps 1 s), `polling_mode` (without it a waiting
 consumer stops all producers for 5 s), Ray workers at normal priority (Ray's default is nice 15),
-tensors that are nested before the clock starts, and old rows cleared while the clock stands.
+tensors that are nested before the clock starts, and old rows cleared while the clock stands. What
+it takes to nest the samples, and to cut what a get returns into arrays, is measured apart.
 """
 
 import sys
@@ -57,12 +58,14 @@ def _receive(begun: float, data: TensorDict, fields: list[str]) -> Answer:
         {name: tensor.numpy() for name, tensor in zip(fields, row, strict=True)}
         for row in zip(*columns, strict=True)
     ]
+    unbound = time.monotonic()
     total = checksum(samples)
     read = time.monotonic()
     return {
         "get_s": received - begun,
         "received_at": received,
-        "read_s": read - received,
+        "unbind_s": unbound - received,
+        "read_s": read - unbound,
         "checksum": total,
     }
 
@@ -85,7 +88,7 @@ class Producer:
         put_s = time.monotonic() - begun
         taken = self._wait(self._consumer.take.remote(fields, count, partition))
         self._client.clear_partition(partition)
-        return {"put_s": put_s, **taken}
+        return {"put_s": put_s, **taken, "nest_s": self._time_nesting(work)}
 
     def key_value_round(self, work: str) -> Answer:
         """Do the same by the key-value interface."""
@@ -108,7 +111,16 @@ class Producer:
         put_s = time.monotonic() - begun
         taken = self._wait(waiting)
         self._client.clear_partition(partition)
-        return {"put_s": put_s, "latency_s": taken["received_at"] - begun, **taken}
+        latency_s = taken["received_at"] - begun
+        return {
+            "put_s": put_s, "latency_s": latency_s, **taken, "nest_s": self._time_nesting(work)
+        }  # fmt: skip
+
+    def _time_nesting(self, work: str) -> float:
+        """Make what a put takes of the samples once more; the round's put had it already."""
+        begun = time.monotonic()
+        _nest(self._works[work])
+        return time.monotonic() - begun
 
     def _next(self, name: str) -> tuple[list[str], int, str]:
         self._rounds += 1

@@ -14,6 +14,7 @@ from relax_hpc.transfer import block
 from relax_hpc.transfer.block import (
     Columns,
     Entry,
+    Rows,
     column_spans,
     first_not_finite,
     mark_free,
@@ -21,7 +22,7 @@ from relax_hpc.transfer.block import (
     plan_block,
     write_block,
 )
-from relax_hpc.transfer.column import WholeGroups
+from relax_hpc.transfer.column import BlockHeader, WholeGroups
 from relax_hpc.transfer.wire import BlockRef
 
 EPOCH = 7
@@ -392,3 +393,22 @@ def test_the_plan_does_not_change_what_it_was_given() -> None:
     assert entries[0].value["b"] == before[0].value["b"]
     assert np.array_equal(entries[0].value["a"], before[0].value["a"])
     assert entries[0].value["a"].flags.writeable
+
+
+def test_rows_of_a_group_are_picked_wherever_they_lie() -> None:
+    """Whole groups are slices; rows of several groups that are mixed are looked up."""
+    keys = [("a", 0), ("b", 1), ("a", 2), ("b", 0)]
+    entries = [Entry(uid, s, "x", np.full(3, 10 * s, np.int32)) for uid, s in keys]
+    for order in (entries, sorted(entries, key=lambda entry: entry[:2])):
+        rows = _read(order)
+        assert set(rows) == set(keys)
+        assert [row["x"][0] for row in rows.pick("a", [0, 2])] == [0, 20]
+        assert [row["x"][0] for row in rows.pick("b", [1, 0])] == [10, 0]
+        assert rows.pick("a", [2, 1]) == [rows["a", 2], {}]
+        assert rows.pick("c", [0]) == [{}]
+
+
+@pytest.mark.parametrize("of_rows", [[], [0, 2], [0], [0, 1, 1], [-1, 0]])
+def test_rows_without_a_group_are_refused(of_rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="2 rows of groups"):
+        Rows(BlockHeader(["a", "b"], of_rows, [0, 1], []), [{}, {}])

@@ -12,6 +12,8 @@ import pytest
 from relax_hpc.control import group_commit
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import Empty, RpcClient, RpcServer
+from relax_hpc.control.rpc_message import EARLY, NUMBER_BYTES, OK, SAME, digest_of
+from relax_hpc.control.rpc_near import NearPeer
 from relax_hpc.errors import TransferError
 from relax_hpc.transfer import controller, waiting_room, wire
 from relax_hpc.transfer.queue_rules import QueueRulesConfig
@@ -136,19 +138,19 @@ def test_who_waits_for_a_put_is_answered_before_its_producer(
     """Whether the journal is written in the loop or in its thread."""
     monkeypatch.setattr(group_commit, "_FAST_S", fast_s)
     waits, bodies = threading.Event(), []
-    enter, answer = waiting_room.WaitingRoom.enter, RpcServer.answer
+    enter, answer = waiting_room.WaitingRoom.enter, NearPeer.answer
 
     def note_waiter(room: waiting_room.WaitingRoom, signal: str, *rest: Any) -> None:
         enter(room, signal, *rest)
         if signal == CHUNKS:
             waits.set()
 
-    def note_answer(server: RpcServer, frames: list[bytes]) -> None:
-        bodies.append(frames[-1])
-        answer(server, frames)
+    def note_answer(peer: NearPeer, head: bytes, body: bytes) -> None:
+        bodies.append((head[NUMBER_BYTES:], body))
+        answer(peer, head, body)
 
     monkeypatch.setattr(waiting_room.WaitingRoom, "enter", note_waiter)
-    monkeypatch.setattr(RpcServer, "answer", note_answer)
+    monkeypatch.setattr(NearPeer, "answer", note_answer)
     serve()
     engine, train = Peer(who()), Peer(who("train"))
     engine.open()
@@ -162,8 +164,11 @@ def test_who_waits_for_a_put_is_answered_before_its_producer(
         engine.put(*(engine.group(slot.uid) for slot in slots))
         share = waiting.result(30)
     stored = wire.StoredGroups([wire.Stored(True, True)] * 2)
-    assert bodies[-2:] == [
-        msgspec.msgpack.encode(r) for r in (wire.TakenChunk(share, train.blocks), stored)
+    taken = msgspec.msgpack.encode(wire.TakenChunk(share, train.blocks))
+    assert bodies[-3:] == [
+        (EARLY, taken),
+        (SAME, digest_of(taken)),
+        (OK, msgspec.msgpack.encode(stored)),
     ]
 
 

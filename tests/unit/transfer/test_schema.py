@@ -8,7 +8,15 @@ from relax_hpc.records import FinishReason, Row, Sample
 from relax_hpc.transfer import wire
 from relax_hpc.transfer.block import Rows
 from relax_hpc.transfer.column import BlockHeader
-from relax_hpc.transfer.schema import RL_ROWS, Length, RowSchema, check_responses, column
+from relax_hpc.transfer.schema import (
+    RL_ROWS,
+    Length,
+    RowSchema,
+    check_responses,
+    column,
+    version_span,
+    version_spans,
+)
 from relax_hpc.transfer.transfer_queue import _to_rows
 
 from .queue_process import make_sample
@@ -105,11 +113,11 @@ def test_one_more_field_has_a_value_for_each_response_token() -> None:
 
 def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
     told = wire.Rows([2, 2], [5, 6], ["stop", "length"])
-    group = wire.GroupRows("0.1.0", 2, [0, 1], told, [])
+    group = wire.GroupRows("0.1.0", 2, [0, 1], told, [0, 1])
     header = BlockHeader(["0.1.0"], [], [0, 1], [])
     held = Rows(header, [{"tokens": np.zeros(5 + i, np.int32)} for i in range(2)])
     reward = Rows(header, [{"reward": np.zeros(())} for _ in range(2)])
-    rows = _to_rows(group, [held, reward], RL_ROWS)
+    rows = _to_rows([group], [held, reward], RL_ROWS)
     assert [(row.num_tokens, set(row.fields)) for row in rows] == [
         (5, {"tokens", "reward"}),
         (6, {"tokens", "reward"}),
@@ -117,8 +125,18 @@ def test_payload_that_is_not_what_the_controller_was_told_is_refused() -> None:
     assert rows[1].finish_reason is FinishReason.LENGTH
     longer = wire.Rows([2, 2], [5, 7], ["stop", "stop"])
     with pytest.raises(TransferError, match=r"tokens of its rows .*\[5, 6\].* was told \[5, 7\]"):
-        _to_rows(wire.GroupRows("0.1.0", 2, [0, 1], longer, []), [held], RL_ROWS)
+        _to_rows([wire.GroupRows("0.1.0", 2, [0, 1], longer, [0])], [held], RL_ROWS)
     with pytest.raises(TransferError, match="are missing"):
-        _to_rows(wire.GroupRows("0.1.0", 3, [0, 2], told, []), [held], RL_ROWS)
+        _to_rows([wire.GroupRows("0.1.0", 3, [0, 2], told, [0])], [held], RL_ROWS)
     with pytest.raises(TransferError, match="it was lost"):
-        _to_rows(group, [held, TransferError("it was lost")], RL_ROWS)
+        _to_rows([group], [held, TransferError("it was lost")], RL_ROWS)
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 3], [6], [1, 5]])
+@pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 9], [0, 0, 2, 0, 1, 0], [2, 0, 0, 0, 0, 7]])
+def test_spans_of_groups_are_those_of_each(counts: list[int], lengths: list[int]) -> None:
+    random = np.random.default_rng(3)
+    values = [random.integers(0, 9, length, np.int32) for length in lengths]
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    expected = [version_span(values[b : b + n]) for b, n in zip(begins, counts, strict=True)]
+    assert version_spans(values, counts) == expected

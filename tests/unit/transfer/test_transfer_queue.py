@@ -1,16 +1,19 @@
 """Client and controller over real sockets and shared memory."""
 
+import concurrent.futures
 import dataclasses
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from relax_hpc.control import group_commit
 from relax_hpc.control.identity import Identity
+from relax_hpc.control.journal import GenerationalJournal
 from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.errors import ControlError, DeadlineError, StaleIncarnationError, TransferError
 from relax_hpc.runfolder import RunFolder, create_run_folder
@@ -409,3 +412,88 @@ def test_a_journal_that_cannot_be_written_ends_the_service(
     serve(incarnation=2)
     assert rollout.status().in_flight == 0
     assert len(rollout.admit(0, 3, 0.0).slots) == 3
+
+
+class _HeldJournal:
+    """Writes of a journal wait until they are let go, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write, self.fails = threading.Event(), False
+        self.may_write.set()
+        self.begun = threading.Event()
+        append = GenerationalJournal.append_lines
+
+        def hold(journal: GenerationalJournal, lines: Iterable[bytes]) -> None:
+            self.begun.set()
+            assert self.may_write.wait(60)
+            if self.fails:
+                raise ControlError("cannot write journal: No space left on device")
+            append(journal, lines)
+
+        monkeypatch.setattr(GenerationalJournal, "append_lines", hold)
+        monkeypatch.setattr(group_commit, "_FAST_S", 0.0)  # in its thread: the loop goes on
+
+
+def _note_opened(queue: TransferQueue, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    opened, open_groups = threading.Event(), queue._open_groups
+
+    def note(*args: object) -> object:
+        result = open_groups(*args)  # type: ignore[arg-type]
+        opened.set()
+        return result
+
+    monkeypatch.setattr(queue, "_open_groups", note)
+    return opened
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_chunk_is_prepared_early_and_given_out_when_it_is_on_disk(
+    who: Who, serve: Serve, connect: Connect, start_agent: StartAgent,
+    monkeypatch: pytest.MonkeyPatch, node: str,
+) -> None:  # fmt: skip
+    """By the UNIX socket of the node, and by TCP."""
+    serve()
+    journal = _HeldJournal(monkeypatch)
+    rollout, train = connect(who()), connect(who("train", node=node))
+    rollout.open_dataset(100, "data")
+    train.begin_train(0)
+    _fill(rollout, 0, 2)
+    opened = _note_opened(train, monkeypatch)
+    journal.may_write.clear()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        chunk = pool.submit(train.take_chunk, 0, 0, 0, 1, 30.0)
+        assert opened.wait(30), "the rows are mapped while the journal is written"
+        assert not chunk.done()
+        journal.may_write.set()
+        assert len(chunk.result(30).rows) == 4
+
+
+def test_a_chunk_that_does_not_get_on_disk_is_not_given_out(
+    who: Who, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start decides anew, and that is what counts."""
+    first = serve()
+    journal = _HeldJournal(monkeypatch)
+    rollout, train = connect(who()), connect(who("train"))
+    rollout.open_dataset(100, "data")
+    train.begin_train(0)
+    uids = _fill(rollout, 0, 2)
+    opened = _note_opened(train, monkeypatch)
+    journal.may_write.clear()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        chunk = pool.submit(train.take_chunk, 0, 0, 0, 1, 30.0)
+        assert opened.wait(30)
+        journal.fails = True
+        journal.may_write.set()
+        with pytest.raises(ControlError, match="cannot write journal"):
+            chunk.result(30)
+    assert first._thread is not None
+    first._thread.join(30)
+    journal.fails = False
+    serve(incarnation=2)
+    assert train.status().assigned == 0
+    assert _train_chunk(train) == uids
+
+
+def _train_chunk(train: TransferQueue) -> list[str]:
+    return list(dict.fromkeys(row.uid for row in train.take_chunk(0, 0, 0, 1, 30.0).rows))
