@@ -1,4 +1,5 @@
-"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, postmortem.
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, preflight,
+postmortem.
 
 Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
 or requeued; postmortem has its own. Modules are imported where they are used: `relax-hpc --help` on
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_supervise(commands)
     _add_run_commands(commands)
+    _add_health_commands(commands)
     postmortem.add_arguments(_add(commands, "postmortem", _postmortem, postmortem.TEXT))
     return parser
 
@@ -152,8 +154,16 @@ def _add_run_commands(commands: Commands) -> None:
     parser = _add(commands, "cancel", _cancel, "end a run")
     parser.add_argument("run", help=run)
     _add_json(parser)
-    parser = _add(commands, "doctor", _doctor, "show what dead runs left on this node")
-    parser.add_argument("--clean", action="store_true", help="remove it, and nothing else")
+
+
+def _add_health_commands(commands: Commands) -> None:
+    text = "find what would make a run fail, and what dead runs left on this node"
+    parser = _add(commands, "doctor", _doctor, text)
+    parser.add_argument("recipe", nargs="?", default="", help="check this run, before it is queued")
+    _add_set(parser)
+    parser.add_argument(
+        "--clean", action="store_true", help="remove what dead runs left, and nothing else"
+    )
     parser.add_argument(
         "--folder", action="append", default=[], help="also look here (transfer.spill_folder)"
     )
@@ -161,6 +171,21 @@ def _add_run_commands(commands: Commands) -> None:
         "--min-age", type=_at_least_1, default=30, metavar="MIN",
         help="a run is dead when nothing changed for this long [30]; younger ones may restart",
     )  # fmt: skip
+    _add_json(parser)
+    text = "test the nodes of this job (or of a recipe, or a list) in under a minute"
+    parser = _add(commands, "preflight", _preflight, text)
+    parser.add_argument("recipe", nargs="?", default="", help="its partitions, folder and needs")
+    _add_set(parser)
+    parser.add_argument("--nodes", default="", metavar="LIST", help="these: 'n[01-04]'")
+    parser.add_argument("--partition", default="", help="of --nodes")
+    parser.add_argument("--site", default="local", help="site profile, without a recipe [local]")
+    parser.add_argument(
+        "--mpi", default="auto", choices=("auto", "pmi2", "pmix", "none"), help="of srun [auto]"
+    )
+    parser.add_argument(
+        "--wait", type=_at_least_1, default=120, metavar="S", help="outside of a job: for nodes"
+    )
+    parser.add_argument("--step-program", default="", help=argparse.SUPPRESS)
     _add_json(parser)
 
 
@@ -399,17 +424,53 @@ def _cancel(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from relax_hpc.launcher import doctor
+    from relax_hpc.launcher import diagnosis, doctor
+    from relax_hpc.launcher.check_list import would_fail
 
-    folders = [Path(folder) for folder in args.folder]
-    findings = doctor.examine(folders, clean=args.clean, min_age_s=60.0 * args.min_age)
-    advice = doctor.hints()
+    if args.recipe and (args.clean or args.folder):
+        raise ConfigError("--clean and --folder look at what dead runs left: give no recipe")
+    if args.overrides and not args.recipe:
+        raise ConfigError("--set changes a recipe: give one")
+    leftovers, advice = [], []
+    if not args.recipe:
+        folders = [Path(folder) for folder in args.folder]
+        leftovers = doctor.examine(folders, clean=args.clean, min_age_s=60.0 * args.min_age)
+        advice = doctor.hints()
+    told = {"folders": [left.to_dict() for left in leftovers], "hints": advice}
+    findings = []
+    if not args.clean:
+        config, site, plan = _load(args) if args.recipe else (None, None, None)
+        findings = diagnosis.diagnose(diagnosis.gather(config, site, plan, os.environ))
     if args.json:
-        _print_json({"folders": [finding.to_dict() for finding in findings], "hints": advice})
-        return 0
-    for line in doctor.report(findings, advice):
-        _print(line)
-    return 0
+        _print_json(told | {"findings": [f.to_dict() for f in findings]})
+    else:
+        for line in doctor.report(leftovers, advice) if not args.recipe else ():
+            _print(line)
+        for line in diagnosis.lines(findings) if not args.clean else ():
+            _print(line)
+    return int(would_fail(findings))
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher import preflight, preflight_step
+    from relax_hpc.launcher.preflight_target import Target, test_nodes
+    from relax_hpc.launcher.site import load_site
+
+    if args.recipe:
+        config, site, plan = _load(args)
+        config = preflight.resolve_inputs(config)
+    else:
+        config, site, plan = None, load_site(args.site), None
+    target = Target(config=config, plan=plan, site=site, nodes=args.nodes, partition=args.partition)
+    outcome = test_nodes(
+        target, os.environ, mpi=args.mpi, queue_s=args.wait, step_program=args.step_program
+    )
+    if args.json:
+        _print_json(outcome.to_dict())
+    else:
+        for line in preflight_step.lines(outcome):
+            _print(line)
+    return int(not outcome.is_good)
 
 
 def _postmortem(args: argparse.Namespace) -> int:
