@@ -69,9 +69,11 @@ def _place_check(arguments: list[str]) -> str:
 def _common(config: Config, site: Site) -> list[str]:
     """Options of the first block that hold for all components (sbatch(1), heterogeneous jobs)."""
     resources = config.resources
+    num_runs = len(config.sweep.runs)
     options = [
         f"--job-name={config.run.name}",
-        "--output=%x-%j.out",
+        *([f"--array=0-{num_runs - 1}"] if num_runs else []),
+        "--output=%x-%A_%a.out" if num_runs else "--output=%x-%j.out",
         "--open-mode=append",  # a requeued job goes on in the same file
         f"--signal=B:USR2@{site.signal_lead_s}",
         "--requeue" if site.requeue else "--no-requeue",

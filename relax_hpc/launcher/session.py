@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,7 @@ from relax_hpc.config import (
     Config,
     LauncherKind,
     config_from_json,
+    config_of_task,
     config_to_json,
     load_recipe,
 )
@@ -31,6 +33,7 @@ from relax_hpc.errors import ConfigError, RelaxError, SlurmError
 from relax_hpc.launcher import preflight
 from relax_hpc.launcher.allocation import (
     Allocation,
+    array_task,
     check_allocation,
     local_allocation,
     slurm_allocation,
@@ -48,6 +51,7 @@ from relax_hpc.launcher.summary import summarise
 from relax_hpc.launcher.supervisor import Supervisor
 from relax_hpc.launcher.tunables import copy_environment
 from relax_hpc.log import kv
+from relax_hpc.recipe_keys import flat
 from relax_hpc.recovery import checkpoint
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
 from relax_hpc.recovery.liveness import Liveness, find_liveness, is_supervisor_alive
@@ -145,6 +149,9 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         ConfigError: bad input; nothing was started.
     """
     config = read_config(request)
+    overrides: dict[str, Any] = {}
+    if not request.resume:
+        config, overrides = choose_task(config, array_task(environ))
     site = load_site(config.resources.site)
     plan = build_plan(config, site)
     is_local = config.resources.launcher is LauncherKind.LOCAL
@@ -167,19 +174,42 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         write_atomic(folder.plan, plan.to_json())
         create_keys(folder)
         state = _next_state(folder, config, plan, allocation, old)
+        state.overrides = overrides if old is None else old.overrides
         write_state(folder, state)
     return Session(
         folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
     )
 
 
+def choose_task(config: Config, task: int | None) -> tuple[Config, dict[str, Any]]:
+    """Return the run of a job array's task, and the keys that its sweep entry sets.
+
+    Args:
+        config: of the whole array, or of a single run.
+        task: number in the array; None outside of arrays.
+
+    Raises:
+        ConfigError: the sweep has no such task, or this is no array.
+    """
+    if task is None:
+        if config.sweep.runs:
+            raise ConfigError(
+                f"{config.run.name} is a sweep of {len(config.sweep.runs)} runs and this job is no "
+                "array: start it with sbatch recipes/NAME.sh (or --array=0-1 recipes/NAME.sh) or "
+                "with relax-hpc submit"
+            )
+        return config, {}
+    chosen = config_of_task(config, task)
+    return chosen, flat(config.sweep.runs[task]) if config.sweep.runs else {}
+
+
 def _adopted_folder(request: Request, config: Config, allocation: Allocation) -> RunFolder | None:
     """Return the run folder that this attempt goes on with; None for a new run."""
     if request.resume:
         return RunFolder(Path(request.resume).resolve())
-    if not allocation.run_suffix:
+    if not allocation.job_id:
         return None
-    path = Path(config.run.folder) / f"{config.run.name}-{allocation.run_suffix}"
+    path = Path(config.run.folder) / f"{config.run.name}-{allocation.job_id}"
     folder = RunFolder(path.absolute())
     return folder if folder.config.exists() else None
 
@@ -191,8 +221,8 @@ def _adopt_config(folder: RunFolder, request: Request) -> Config:
 
 def _create_folder(config: Config, allocation: Allocation) -> RunFolder:
     parent = Path(config.run.folder)
-    if allocation.run_suffix:
-        return open_run_folder(parent / f"{config.run.name}-{allocation.run_suffix}")
+    if allocation.job_id:
+        return open_run_folder(parent / f"{config.run.name}-{allocation.job_id}")
     return create_run_folder(parent, config.run.name)
 
 
@@ -336,7 +366,7 @@ def _requeue(session: Session) -> int:
     """Ask Slurm for the next attempt. Slurm ends this process, so all is written before."""
     state = session.state
     try:
-        slurm.requeue(session.allocation.run_suffix)
+        slurm.requeue(state.job_id)
     except SlurmError as err:
         state.status = RunStatus.CANCELLED
         state.cause += f", and the requeue failed ({err}); relax-hpc submit --resume {state.run}"
