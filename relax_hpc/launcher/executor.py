@@ -42,6 +42,8 @@ _LOCAL_PREFIX = "local-"
 """Job ids of launcher = local: `local-RUNFOLDERNAME`."""
 
 
+RETURN_TIMEOUT_S = 60.0
+"""How long a preempted job, or one whose node failed, may take to be requeued by Slurm."""
 _START_TIMEOUT_S = 120.0
 """For a local supervisor to write its first state; later the job's state says how it fares."""
 
@@ -52,6 +54,8 @@ class RunWatcher(core.InfoWatcher):
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
         self._local: dict[str, Callable[[], str]] = {}
+        self._gone: dict[str, float] = {}
+        """When a job was first seen in a state that Slurm may requeue it from."""
 
     def register_local(self, job_id: str, ask: Callable[[], str]) -> None:
         """Ask a function for the state of a local run, which Slurm does not know."""
@@ -73,8 +77,12 @@ class RunWatcher(core.InfoWatcher):
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Say whether the job is over: it holds no nodes and will not come back by itself."""
-        _, fate = slurm.parse_state(self.get_state(job_id, mode=mode))
-        return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
+        name, fate = slurm.parse_state(self.get_state(job_id, mode=mode))
+        if name not in slurm.MAY_RETURN:
+            self._gone.pop(job_id, None)
+            return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
+        now = time.monotonic()
+        return now - self._gone.setdefault(job_id, now) >= RETURN_TIMEOUT_S
 
     def _ask(self, job_id: str) -> str:
         ask = self._local.get(job_id)
@@ -150,19 +158,21 @@ class RelaxJob(core.Job[dict[str, Any]]):
         state = self._own_state()
         if state is not None and state.status.is_final:
             return True
-        return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
+        job_id = self._current_job()
+        return self.watcher.is_done(job_id, mode="force" if force_check else "standard")
 
     @property
     def state(self) -> str:
         """Slurm's word for the job's state; asked anew once the run folder says it is over."""
         own = self._own_state()
         is_cheap = self._is_local or (own is not None and own.status.is_final)
-        return self.watcher.get_state(self.job_id, mode="force" if is_cheap else "standard")
+        job_id = self._current_job()
+        return self.watcher.get_state(job_id, mode="force" if is_cheap else "standard")
 
     def cancel(self, check: bool = True) -> None:
         """End the run: all components of its job, or its local supervisor."""
         if not self._is_local:
-            slurm.cancel(self.job_id)
+            slurm.cancel(self._current_job())
             return
         state = read_state(self.run_folder)
         if state is not None and is_supervisor_alive(state):
@@ -177,7 +187,13 @@ class RelaxJob(core.Job[dict[str, Any]]):
         state = read_state(self.run_folder)
         if state is None or state.attempt < self._first_attempt:
             return None
-        return state if self._is_local or state.job_id == self.job_id else None
+        is_mine = self._is_local or self.job_id in (state.job_id, *state.former_jobs)
+        return state if is_mine else None
+
+    def _current_job(self) -> str:
+        """The job that runs the run now: another one after a hand-over."""
+        state = None if self._is_local else self._own_state()
+        return self.job_id if state is None else state.job_id
 
     def failure(self) -> tuple[int, str]:
         """Return exit code and sentence of a run that is over and has no result."""

@@ -29,7 +29,7 @@ from relax_hpc.config import (
     load_recipe,
 )
 from relax_hpc.control.rpc import create_keys
-from relax_hpc.errors import ConfigError, RelaxError, SlurmError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launcher import preflight
 from relax_hpc.launcher.allocation import (
     Allocation,
@@ -38,6 +38,8 @@ from relax_hpc.launcher.allocation import (
     local_allocation,
     slurm_allocation,
 )
+from relax_hpc.launcher.deadline import job_deadline
+from relax_hpc.launcher.handover import hand_over, may_go_on
 from relax_hpc.launcher.local_steps import LocalBackend
 from relax_hpc.launcher.members import MemberWatch
 from relax_hpc.launcher.plan import Plan, build_plan
@@ -155,6 +157,11 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
     site = load_site(config.resources.site)
     plan = build_plan(config, site)
     is_local = config.resources.launcher is LauncherKind.LOCAL
+    if is_local and site.container is not None:
+        raise ConfigError(
+            f"resources.launcher=local starts no containers and site {site.name!r} has one: choose "
+            "another site, e.g. --set resources.site=local"
+        )
     allocation = local_allocation(plan) if is_local else slurm_allocation(environ)
     adopted = _adopted_folder(request, config, allocation)
     if adopted is not None:
@@ -175,6 +182,7 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         create_keys(folder)
         state = _next_state(folder, config, plan, allocation, old)
         state.overrides = overrides if old is None else old.overrides
+        state.former_jobs = [] if old is None else old.former_jobs
         write_state(folder, state)
     return Session(
         folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
@@ -311,12 +319,13 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         members=watch,
         make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation, environ),
         newest_checkpoint=lambda: newest_checkpoint(folder),
+        deadline=job_deadline(environ, state.job_id, folder),
     )
-    return finish(session, supervisor)
+    return finish(session, supervisor, request.step_program)
 
 
-def finish(session: Session, supervisor: Supervisor) -> int:
-    """Run the supervisor and write how it ended."""
+def finish(session: Session, supervisor: Supervisor, step_program: str = "") -> int:
+    """Run the supervisor, write how it ended, and see to the next attempt if there is one."""
     state = session.state
     try:
         code = supervisor.run()
@@ -329,49 +338,22 @@ def finish(session: Session, supervisor: Supervisor) -> int:
         _LOG.exception("supervisor failed")
         status, cause, code = RunStatus.FAILED, f"the supervisor failed: {err!r}", 1
     if status is RunStatus.REQUEUED:
-        status, cause = _may_requeue(session, cause)
+        newest = newest_checkpoint(session.folder)
+        status, cause = may_go_on(state, session.site, newest, cause)
     state.status, state.cause = status, cause
     if status is RunStatus.DONE:
         state.result = summarise(session.folder, state)
     state.exit_code = code
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
-        code = _requeue(session)
+        code = hand_over(
+            state, session.folder, session.config, session.plan, session.site, step_program
+        )
     if state.verdict:
         sys.stderr.write(f"post-mortem: {state.verdict}\n")
     if cause:  # the last line: one sentence that names the cause
         sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
     return code
-
-
-def _may_requeue(session: Session, cause: str) -> tuple[RunStatus, str]:
-    """Decide whether the job goes on: no endless chain of attempts that get nowhere."""
-    state, site = session.state, session.site
-    resume = f"go on with relax-hpc submit --resume {state.run}"
-    newest = newest_checkpoint(session.folder)
-    if not site.requeue or not state.job_id:
-        return RunStatus.CANCELLED, f"{cause} and this site does not requeue; {resume}"
-    if newest <= state.resumable_step:
-        return (
-            RunStatus.FAILED,
-            f"{cause} and attempt {state.attempt} made no new checkpoint: give it more time "
-            f"(resources.time_min) or a smaller train.save_interval; {resume}",
-        )
-    if state.attempt >= site.max_attempts:
-        return RunStatus.FAILED, f"{cause} and attempt {state.attempt} is the site's last; {resume}"
-    return RunStatus.REQUEUED, cause
-
-
-def _requeue(session: Session) -> int:
-    """Ask Slurm for the next attempt. Slurm ends this process, so all is written before."""
-    state = session.state
-    try:
-        slurm.requeue(state.job_id)
-    except SlurmError as err:
-        state.status = RunStatus.CANCELLED
-        state.cause += f", and the requeue failed ({err}); relax-hpc submit --resume {state.run}"
-        write_state(session.folder, state)
-    return os.EX_TEMPFAIL
 
 
 def _link_latest(folder: RunFolder, attempt: int) -> None:
@@ -403,7 +385,8 @@ def _backend(session: Session, environ: Mapping[str, str]) -> StepBackend:
     if session.config.resources.launcher is LauncherKind.LOCAL:
         return LocalBackend(_step_base(environ))
     base = _step_base(slurm.step_environment(environ))
-    return SlurmBackend(session.plan, session.site, session.allocation, base)
+    folders = _folders(session)
+    return SlurmBackend(session.plan, session.site, session.allocation, base, folders)
 
 
 def _step_base(environ: Mapping[str, str]) -> dict[str, str]:
@@ -437,6 +420,20 @@ def _launch(
         },
         program=(sys.executable, *program),
     )
+
+
+def _folders(session: Session) -> list[Path]:
+    """Folders that steps use, for containers; the one that they start in first."""
+    config = session.config
+    sources = [s for s in (config.data.train, config.data.eval) if Path(s).is_absolute()]
+    others = [f for f in (config.transfer.spill_folder, config.rollout.replay) if f]
+    return [
+        Path.cwd(),
+        session.folder.path,
+        Path(config.model.path),
+        *(Path(source).parent for source in sources),
+        *map(Path, others),
+    ]
 
 
 def _trace_prefix(session: Session, slot: Slot, incarnation: int) -> Path:

@@ -88,6 +88,8 @@ class RunState(msgspec.Struct, kw_only=True):
     launcher: str
     job_id: str = ""
     """Slurm job id (leader of a het job, `ARRAYID_TASK`); empty for launcher = local."""
+    former_jobs: list[str] = []
+    """Jobs that handed the run over to the next one, because they could not be requeued."""
     status: RunStatus = RunStatus.STARTING
     attempt: int = 1
     cause: str = ""

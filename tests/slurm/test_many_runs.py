@@ -1,4 +1,4 @@
-"""Job arrays on a real cluster: each task a run of its own, which nobody else's end concerns."""
+"""Several runs on a real cluster: job arrays, runs side by side, runs that follow each other."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from relax_hpc.recovery.lifecycle import read_state
 from relax_hpc.runfolder import RunFolder
 from tests.launcher_samples import SMALL, STUB, config_of, relax, wait_for, write_recipe
 from tests.slurm.conftest import Cluster
-from tests.slurm.test_launcher import failures, place, release, seen, state_of, wait_running
+from tests.slurm.test_launcher import failures, place, release, seen, state_of, submit, wait_running
 
 __all__ = ["place"]
 
@@ -115,6 +115,24 @@ def test_submit_a_sweep(slurm_cluster: Cluster, place: Path) -> None:
     assert [job.result()["train_steps"] for job in jobs] == [1, 1]
     assert [job.run_folder.path.name for job in jobs] == [f"stub-{array}_{n}" for n in range(2)]
     assert "run ends status=done" in str(jobs[1].stdout())
+
+
+def test_where_requeue_is_forbidden_another_job_goes_on(
+    slurm_cluster: Cluster, place: Path
+) -> None:
+    job = submit(config_of(SWEEP), hold=True)
+    folder = job.run_folder
+    wait_running(folder)
+    slurm_cluster.run("scontrol", "update", f"JobId={job.job_id}", "Requeue=0")
+    (folder.checkpoints / "step_1").mkdir()
+    slurm_cluster.run("scancel", "--batch", "--signal=USR2", job.job_id)
+    wait_for(lambda: state_of(folder).job_id != job.job_id, "the next job")
+    assert seen(folder, "train-0-0-i2")["attempt"] == 2
+    release(folder)
+    assert job.result()["attempts"] == 2
+    state = state_of(folder)
+    assert (state.status, state.former_jobs) == ("done", [job.job_id])
+    assert slurm.job_state(job.job_id).exit_code == os.EX_TEMPFAIL
 
 
 def wait_gone(paths: list[Path]) -> None:
