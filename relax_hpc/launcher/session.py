@@ -68,6 +68,11 @@ from relax_hpc.runfolder import (
 
 _LOG = logging.getLogger(__name__)
 
+_FOREIGN = re.compile(
+    r"RELAX_(?!LOG_LEVEL)|TORCHELASTIC_|"
+    r"(MASTER_ADDR|MASTER_PORT|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE)$"
+)
+"""Variables of other runs and of torchrun, which steps must not inherit."""
 _MODULES = {"ref": "forward", "logprob": "forward"}
 """Roles whose step module has another name."""
 
@@ -390,8 +395,11 @@ def _backend(session: Session, environ: Mapping[str, str]) -> StepBackend:
 
 
 def _step_base(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of steps but for their RELAX_* variables; they run offline and unbuffered."""
-    keep = {k: v for k, v in environ.items() if not re.match("RELAX_(?!LOG_LEVEL)", k)}
+    """Environment of steps but for their RELAX_* variables; they run offline and unbuffered.
+
+    Without the places that another launcher gave to whoever submitted: ranks ask the registry.
+    """
+    keep = {k: v for k, v in environ.items() if not _FOREIGN.match(k)}
     return {**keep, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
