@@ -1,5 +1,4 @@
-"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, preflight,
-postmortem.
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, report, logs, cancel, doctor, ...
 
 Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
 or requeued; postmortem has its own. Modules are imported where they are used: `relax-hpc --help` on
@@ -145,6 +144,11 @@ def _add_run_commands(commands: Commands) -> None:
     parser = _add(commands, "status", _status, "show steps, nodes, progress and the curve of a run")
     parser.add_argument("run", help=run)
     _add_json(parser)
+    parser = _add(commands, "report", _report, "compare runs, or the tasks of a job array")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=run)
+    parser.add_argument("--array", default="", metavar="JOBID", help="of sbatch --array")
+    parser.add_argument("--folder", default="runs", metavar="DIR", help="of the run folders [runs]")
+    _add_json(parser)
     parser = _add(commands, "logs", _logs, "print the end of a run's logs")
     parser.add_argument("run", help=run)
     parser.add_argument("role", nargs="?", default="", help="dcs, train, ref, logprob or rollout")
@@ -214,15 +218,20 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def _validate(args: argparse.Namespace) -> int:
     from relax_hpc.launcher import preflight
+    from relax_hpc.launcher.executor import sweep_inputs
 
     config, _, plan = _load(args)
+    runs = sweep_inputs(config)
     if args.inputs:
-        preflight.check_inputs(preflight.resolve_inputs(config))
-    missing = preflight.missing_inputs(config)
+        for run in runs:
+            preflight.check_inputs(preflight.resolve_inputs(run))
+    missing = list(dict.fromkeys(fault for run in runs for fault in preflight.missing_inputs(run)))
     if args.json:
-        _print_json({"valid": True, "name": config.run.name, "missing_inputs": missing})
+        told = {"valid": True, "name": config.run.name, "missing_inputs": missing}
+        _print_json({**told, "num_runs": max(1, len(config.sweep.runs))})
         return 0
-    _print(f"{config.run.name}: valid; {len(plan.steps)} steps")
+    sweep = f"{len(config.sweep.runs)} runs of " if config.sweep.runs else ""
+    _print(f"{config.run.name}: valid; {sweep}{len(plan.steps)} steps")
     for fault in missing:
         _print(f"not here yet: {fault}")
     return 0
@@ -318,6 +327,8 @@ def _submit(args: argparse.Namespace) -> int:
         resolved = preflight.resolve_inputs(config)
         return _report_dry_run(resolved, prepare(resolved))
     executor = RelaxExecutor(config.run.folder, args.step_program)
+    if config.sweep.runs:
+        return _report_sweep(executor.submit_sweep(config), args)
     return _report_job(executor.submit(config), args)
 
 
@@ -365,6 +376,30 @@ def _report_job(job: Any, args: argparse.Namespace) -> int:
     return 0
 
 
+def _report_sweep(jobs: Sequence[Any], args: argparse.Namespace) -> int:
+    from submitit.core.utils import UncompletedJobError
+
+    array = jobs[0].job_id.partition("_")[0]
+    runs = [str(job.run_folder.path) for job in jobs]
+    report = f"relax-hpc report --array {array} --folder {jobs[0].run_folder.path.parent}"
+    if args.json:
+        _print_json({"job_id": array, "runs": runs})
+    else:
+        _print(f"submitted {array}: {len(runs)} runs\n{report}")
+    code = 0
+    for job in jobs if args.wait else ():
+        try:
+            job.result()
+        except UncompletedJobError:
+            failed, sentence = job.failure()
+            sys.stderr.write(f"relax-hpc submit: {job.job_id}: {sentence}\n")
+            code = max(code, int(failed))
+        except KeyboardInterrupt:
+            sys.stderr.write(f"relax-hpc submit: interrupted; the runs go on: {report}\n")
+            return _INTERRUPTED
+    return code
+
+
 def _supervise(args: argparse.Namespace) -> int:
     from relax_hpc.launcher.session import Request, open_session, supervise
     from relax_hpc.log import setup_logging
@@ -392,6 +427,25 @@ def _status(args: argparse.Namespace) -> int:
         _print_json(report.to_dict())
     else:
         print_status(report, sys.stdout)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from relax_hpc.report.compare import print_lines, read_array, read_line
+    from relax_hpc.report.read import find_run
+
+    if bool(args.runs) == bool(args.array):
+        raise ConfigError("give runs to compare or --array JOBID, one of both")
+    parent = Path(args.folder)
+    if args.array:
+        lines = read_array(args.array, parent)
+    else:
+        lines = [read_line(find_run(run, parent)) for run in args.runs]
+    if args.json:
+        told = [line.to_dict() for line in lines]
+        _print_json({"array": args.array, "runs": told} if args.array else {"runs": told})
+    else:
+        print_lines(lines, sys.stdout)
     return 0
 
 

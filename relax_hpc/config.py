@@ -9,13 +9,13 @@ import enum
 import json
 import re
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from relax_hpc import recipe_keys
 from relax_hpc.errors import ConfigError
 from relax_hpc.ranges import check_numbers
 
@@ -403,6 +403,14 @@ class RecoveryConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig:
+    """Runs that one job array starts. Empty in `RUN/config.json`: there a run is one run."""
+
+    runs: tuple[dict[str, Any], ...] = ()
+    """Task K is the recipe with the keys of entry K: `{ train.lr = 1e-4 }` (`config_of_task`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """A whole run. Built by `load_recipe`; written to and read from `RUN/config.json`."""
 
@@ -416,8 +424,10 @@ class Config:
     transfer: TransferConfig = TransferConfig()
     resources: ResourcesConfig = ResourcesConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    sweep: SweepConfig = SweepConfig()
 
     def __post_init__(self) -> None:
+        _check_sweep(self)
         _check_algorithm(self)
         _check_staleness(self)
         _check_parallelism(self)
@@ -506,6 +516,24 @@ def _check_placement(config: Config) -> None:
             )
 
 
+def _check_sweep(config: Config) -> None:
+    resources = config.resources
+    is_het = resources.layout is Layout.HET and resources.launcher is LauncherKind.SLURM
+    _require(
+        not config.sweep.runs or not is_het,
+        "sweep: Slurm has no arrays of heterogeneous jobs; set resources.layout = 'single'",
+    )
+    for number, entry in enumerate(config.sweep.runs):
+        recipe_keys.refuse_unknown(entry, Config, f"sweep.runs[{number}].")
+        for key in recipe_keys.flat(entry):
+            _require(
+                key.partition(".")[0] not in ("resources", "sweep")
+                and key not in ("run.name", "run.folder"),
+                f"sweep.runs[{number}].{key}: the tasks of an array share name, folder and "
+                "allocation; write a recipe of its own for it",
+            )
+
+
 def _ranks(roles: dict[str, RoleResources]) -> str:
     return ", ".join(f"{name} {role.ranks}" for name, role in roles.items())
 
@@ -531,21 +559,57 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
         raise ConfigError(f"recipe {path} cannot be read as TOML: {err}") from err
     for override in overrides:
-        _apply_override(tree, override)
+        recipe_keys.apply_override(tree, override, Config)
+        _free_sweep(tree, override.partition("=")[0].strip())
     return config_from_tree(tree, where=str(path))
+
+
+def _free_sweep(tree: dict[str, Any], key: str) -> None:
+    """What the command line says holds for all tasks."""
+    sweep = tree.get("sweep")
+    if isinstance(sweep, dict) and isinstance(sweep.get("runs"), list):
+        sweep["runs"] = [
+            recipe_keys.without(entry, key) if isinstance(entry, dict) else entry
+            for entry in sweep["runs"]
+        ]
 
 
 def config_from_tree(tree: dict[str, Any], where: str) -> Config:
     """Build a Config from nested dictionaries; unknown keys are errors that list the valid ones."""
-    _refuse_unknown_keys(tree, Config, "")
+    recipe_keys.refuse_unknown(tree, Config)
     try:
-        return msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, Config)
+        for task in range(len(config.sweep.runs)):
+            config_of_task(config, task)
+        return config
     except msgspec.ValidationError as err:
         if isinstance(err.__cause__, ConfigError):
             raise ConfigError(f"{where}: {err.__cause__}") from err
         raise ConfigError(f"{where}: {err}") from err
     except ConfigError as err:
         raise ConfigError(f"{where}: {err}") from err
+
+
+def config_of_task(config: Config, task: int) -> Config:
+    """Return the run of one task of a job array.
+
+    Keys of `sweep.runs[task]` replace the recipe's. Without a `run.seed` there the task's seed is
+    `run.seed + task`, also in an array of a recipe that has no sweep: runs that are equal in
+    everything are of no use.
+
+    Raises:
+        ConfigError: the sweep has no such entry, or the keys do not go together.
+    """
+    entries = config.sweep.runs
+    if entries and task >= len(entries):
+        raise ConfigError(
+            f"sweep.runs has {len(entries)} entries, for the array's tasks 0 to "
+            f"{len(entries) - 1}; there is none for task {task}"
+        )
+    tree = json.loads(config_to_json(dataclasses.replace(config, sweep=SweepConfig())))
+    tree["run"]["seed"] += task
+    entry = entries[task] if entries else {}
+    return config_from_tree(recipe_keys.merged(tree, entry), f"sweep.runs[{task}]")
 
 
 def config_to_json(config: Config) -> str:
@@ -560,49 +624,3 @@ def config_from_json(text: str, where: str = "config.json") -> Config:
     except json.JSONDecodeError as err:
         raise ConfigError(f"{where}: not JSON: {err}") from err
     return config_from_tree(tree, where)
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"--set {override!r}: write section.key=value, e.g. train.lr=1e-6")
-    node = tree
-    for part in parts[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
-    try:
-        value = tomllib.loads(f"v = {text.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string, as in a shell
-    is_text = _hint_of(parts) is str and not isinstance(value, str)
-    node[parts[-1]] = text.strip() if is_text else value  # run.name=inf is a name, no number
-
-
-def _hint_of(parts: list[str]) -> Any:
-    """Type of a key of Config, None for a key that does not exist."""
-    hint: Any = Config
-    for part in parts:
-        cls = _dataclass_of(hint)
-        hint = typing.get_type_hints(cls).get(part) if cls is not None else None
-    return hint
-
-
-def _refuse_unknown_keys(tree: dict[str, Any], cls: type, prefix: str) -> None:
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{prefix or 'recipe'}: must be a table of keys, is {tree!r}")
-    fields = typing.get_type_hints(cls)
-    for key, value in tree.items():
-        if key not in fields:
-            raise ConfigError(
-                f"{prefix}{key}: unknown key; valid here: {', '.join(sorted(fields))}"
-            )
-        inner = _dataclass_of(fields[key])
-        if inner is not None and value is not None:
-            _refuse_unknown_keys(value, inner, f"{prefix}{key}.")
-
-
-def _dataclass_of(hint: Any) -> type | None:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)

@@ -78,6 +78,9 @@ STATES: dict[str, Fate] = {
 }
 """Every state and flag of squeue(1) and sacct(1), JOB STATE CODES, up to Slurm 25.11."""
 
+MAY_RETURN = frozenset(("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"))
+"""States after which Slurm itself may requeue the job under the same id, a moment later."""
+
 _STATE_OF_CODE: dict[str, str] = dict(
     re.findall(
         r"(\w+)=(\w+)",

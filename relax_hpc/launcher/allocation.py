@@ -28,9 +28,8 @@ class Allocation:
     """Where the run's steps can be started."""
 
     job_id: str
-    """Leader of a het job; empty for launcher = local."""
-    run_suffix: str
-    """`JOBID`, or `ARRAYID_TASK` of an array task: the run folder is `NAME-SUFFIX`."""
+    """Leader of a het job, `ARRAYID_TASK` of an array task; empty for launcher = local. The run
+    folder is `NAME-JOBID`."""
     is_het: bool
     groups: tuple[Group, ...]
 
@@ -51,7 +50,7 @@ def local_allocation(plan: Plan) -> Allocation:
     """Return this machine as the one node of a plan for launcher = local."""
     cpus = plan.components[0].cpus_per_node
     group = Group(job_id="", partition="", nodes=(LOCAL_NODE,), cpus_per_node=cpus)
-    return Allocation(job_id="", run_suffix="", is_het=False, groups=(group,))
+    return Allocation(job_id="", is_het=False, groups=(group,))
 
 
 def slurm_allocation(environ: Mapping[str, str]) -> Allocation:
@@ -63,22 +62,36 @@ def slurm_allocation(environ: Mapping[str, str]) -> Allocation:
     Raises:
         ConfigError: not inside a Slurm job.
     """
-    job_id = environ.get("SLURM_JOB_ID", "")
-    if not job_id:
+    if not environ.get("SLURM_JOB_ID", ""):
         raise ConfigError(
             "not inside a Slurm job: start the run with `relax-hpc submit` or "
             "`sbatch recipes/NAME.sh`, or on this machine with --set resources.launcher=local"
         )
     size = environ.get("SLURM_HET_SIZE", "")
     suffixes = [f"_HET_GROUP_{n}" for n in range(int(size))] if size.isdigit() else [""]
-    array = environ.get("SLURM_ARRAY_JOB_ID", "")
-    task = environ.get("SLURM_ARRAY_TASK_ID", "")
     return Allocation(
-        job_id=job_id,
-        run_suffix=f"{array}_{task}" if array and task else job_id,
+        job_id=_own_job(environ, ""),
         is_het=bool(size),
         groups=tuple(_group(environ, suffix) for suffix in suffixes),
     )
+
+
+def array_task(environ: Mapping[str, str]) -> int | None:
+    """Return the number of this task of a job array; None if the job is no array."""
+    text = environ.get("SLURM_ARRAY_TASK_ID", "")
+    return int(text) if text.isdigit() and environ.get("SLURM_ARRAY_JOB_ID") else None
+
+
+def _own_job(environ: Mapping[str, str], suffix: str) -> str:
+    """Return the id that means this job and no other.
+
+    The last task of an array that starts has the array's own number as SLURM_JOB_ID, and squeue,
+    scancel and scontrol take that for all tasks.
+    """
+    task = array_task(environ)
+    if task is None:
+        return environ.get(f"SLURM_JOB_ID{suffix}", "")
+    return f"{environ['SLURM_ARRAY_JOB_ID']}_{task}"
 
 
 def _group(environ: Mapping[str, str], suffix: str) -> Group:
@@ -91,7 +104,7 @@ def _group(environ: Mapping[str, str], suffix: str) -> Group:
     # 4(x2),8: CPUs by node, in the order of the node list
     counts = re.findall(r"(\d+)(?:\(x\d+\))?", read("SLURM_JOB_CPUS_PER_NODE"))
     return Group(
-        job_id=read("SLURM_JOB_ID"),
+        job_id=_own_job(environ, suffix) or read("SLURM_JOB_ID"),
         partition=environ.get("SLURM_JOB_PARTITION" + suffix, ""),
         nodes=tuple(expand_hostlist(read("SLURM_JOB_NODELIST"))),
         cpus_per_node=min(int(count) for count in counts),

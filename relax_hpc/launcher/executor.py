@@ -23,7 +23,7 @@ from typing import Any, cast
 from submitit.core import core, utils
 
 from relax_hpc import slurm
-from relax_hpc.config import Config, LauncherKind, config_to_json
+from relax_hpc.config import Config, LauncherKind, config_of_task, config_to_json
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launcher import preflight
 from relax_hpc.launcher.plan import Plan, build_plan
@@ -42,6 +42,8 @@ _LOCAL_PREFIX = "local-"
 """Job ids of launcher = local: `local-RUNFOLDERNAME`."""
 
 
+RETURN_TIMEOUT_S = 60.0
+"""How long a preempted job, or one whose node failed, may take to be requeued by Slurm."""
 _START_TIMEOUT_S = 120.0
 """For a local supervisor to write its first state; later the job's state says how it fares."""
 
@@ -52,6 +54,8 @@ class RunWatcher(core.InfoWatcher):
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
         self._local: dict[str, Callable[[], str]] = {}
+        self._gone: dict[str, float] = {}
+        """When a job was first seen in a state that Slurm may requeue it from."""
 
     def register_local(self, job_id: str, ask: Callable[[], str]) -> None:
         """Ask a function for the state of a local run, which Slurm does not know."""
@@ -73,8 +77,12 @@ class RunWatcher(core.InfoWatcher):
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Say whether the job is over: it holds no nodes and will not come back by itself."""
-        _, fate = slurm.parse_state(self.get_state(job_id, mode=mode))
-        return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
+        name, fate = slurm.parse_state(self.get_state(job_id, mode=mode))
+        if name not in slurm.MAY_RETURN:
+            self._gone.pop(job_id, None)
+            return fate not in (slurm.Fate.WAITING, slurm.Fate.RUNNING)
+        now = time.monotonic()
+        return now - self._gone.setdefault(job_id, now) >= RETURN_TIMEOUT_S
 
     def _ask(self, job_id: str) -> str:
         ask = self._local.get(job_id)
@@ -150,19 +158,21 @@ class RelaxJob(core.Job[dict[str, Any]]):
         state = self._own_state()
         if state is not None and state.status.is_final:
             return True
-        return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
+        job_id = self._current_job()
+        return self.watcher.is_done(job_id, mode="force" if force_check else "standard")
 
     @property
     def state(self) -> str:
         """Slurm's word for the job's state; asked anew once the run folder says it is over."""
         own = self._own_state()
         is_cheap = self._is_local or (own is not None and own.status.is_final)
-        return self.watcher.get_state(self.job_id, mode="force" if is_cheap else "standard")
+        job_id = self._current_job()
+        return self.watcher.get_state(job_id, mode="force" if is_cheap else "standard")
 
     def cancel(self, check: bool = True) -> None:
         """End the run: all components of its job, or its local supervisor."""
         if not self._is_local:
-            slurm.cancel(self.job_id)
+            slurm.cancel(self._current_job())
             return
         state = read_state(self.run_folder)
         if state is not None and is_supervisor_alive(state):
@@ -177,7 +187,13 @@ class RelaxJob(core.Job[dict[str, Any]]):
         state = read_state(self.run_folder)
         if state is None or state.attempt < self._first_attempt:
             return None
-        return state if self._is_local or state.job_id == self.job_id else None
+        is_mine = self._is_local or self.job_id in (state.job_id, *state.former_jobs)
+        return state if is_mine else None
+
+    def _current_job(self) -> str:
+        """The job that runs the run now: another one after a hand-over."""
+        state = None if self._is_local else self._own_state()
+        return self.job_id if state is None else state.job_id
 
     def failure(self) -> tuple[int, str]:
         """Return exit code and sentence of a run that is over and has no result."""
@@ -253,9 +269,36 @@ class RelaxExecutor(core.Executor):
         """
         if not isinstance(config, Config):
             raise ConfigError(f"submit takes a Config (load_recipe), not {type(config).__name__}")
+        if config.sweep.runs:
+            raise ConfigError(f"{config.run.name} is a sweep of several runs: use submit_sweep")
         # submitit only carries the argument; inside `with executor.batch()` the job comes later
         job: Any = super().submit(config)  # type: ignore[arg-type]
         return cast("RelaxJob", job)
+
+    def submit_sweep(self, config: Config) -> list[RelaxJob]:
+        """Check the runs of a sweep and submit them as one job array; a job per run.
+
+        Raises:
+            ConfigError: bad input of any of them; nothing was submitted.
+            SlurmError: Slurm refused it.
+        """
+        if config.resources.launcher is LauncherKind.LOCAL or not config.sweep.runs:
+            raise ConfigError(
+                f"{config.run.name}: submit_sweep wants a recipe with a sweep and launcher=slurm; "
+                "without Slurm start one run for each entry, with its keys as --set"
+            )
+        run = dataclasses.replace(config.run, folder=str(self.folder))
+        resolved = preflight.resolve_inputs(dataclasses.replace(config, run=run))
+        prepared = prepare(resolved, self._extra)
+        for inputs in sweep_inputs(config):
+            preflight.check_inputs(preflight.resolve_inputs(inputs))
+        preflight.check_slurm(resolved, prepared.plan)
+        array = self._sbatch(self._write(prepared, resolved), "%A_%a")
+        job_ids = [f"{array}_{task}" for task in range(len(config.sweep.runs))]
+        return [
+            RelaxJob.of_run(self.folder, job_id, self.folder / f"{config.run.name}-{job_id}")
+            for job_id in job_ids
+        ]
 
     def _internal_process_submissions(
         self, delayed_submissions: list[utils.DelayedSubmission]
@@ -270,13 +313,17 @@ class RelaxExecutor(core.Executor):
         preflight.check_slurm(resolved, prepared.plan)
         if resolved.resources.launcher is LauncherKind.LOCAL:
             return self._start_local(resolved)
+        job_id = self._sbatch(self._write(prepared, resolved))
+        run_path = self.folder / f"{resolved.run.name}-{job_id}"
+        return RelaxJob.of_run(self.folder, job_id, run_path)
+
+    def _write(self, prepared: "Prepared", resolved: Config) -> Path:
+        """Write configuration and script; returns the script."""
         with refuse_unwritable(self.folder):
             prepared.config_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(prepared.config_file, config_to_json(resolved))
             write_atomic(prepared.script_file, prepared.script)
-        job_id = self._sbatch(prepared.script_file)
-        run_path = self.folder / f"{resolved.run.name}-{job_id}"
-        return RelaxJob.of_run(self.folder, job_id, run_path)
+        return prepared.script_file
 
     def resume(self, run: Path, steps: int = 0) -> RelaxJob:
         """Go on with a run, in the same run folder.
@@ -305,10 +352,10 @@ class RelaxExecutor(core.Executor):
             write_atomic(script, render_script(config, plan, site, arguments, config.run.name))
         return RelaxJob.of_run(self.folder, self._sbatch(script), folder.path, first_attempt)
 
-    def _sbatch(self, script: Path) -> str:
+    def _sbatch(self, script: Path, job: str = "%j") -> str:
         environment = {**slurm.submission_environment(), "RELAX_PYTHON": sys.executable}
         # submitit's name, so that job.stdout() and job.paths mean what they mean there
-        options = [f"--output={str(self.folder).replace('%', '%%')}/%j_0_log.out"]
+        options = [f"--output={str(self.folder).replace('%', '%%')}/{job}_0_log.out"]
         return slurm.submit(script, options, env=environment)
 
     def _start_local(self, config: Config) -> RelaxJob:
@@ -331,6 +378,21 @@ class RelaxExecutor(core.Executor):
             )
         _await_first_state(folder, child, log_file, offset)
         return RelaxJob.of_run(self.folder, job_id, folder.path, first_attempt, child)
+
+
+def sweep_inputs(config: Config) -> list[Config]:
+    """Return the runs of a recipe that differ in model, data or reward; one without a sweep.
+
+    Reading a data set takes seconds: it is not read for each task.
+    """
+    if not config.sweep.runs:
+        return [config]
+    found: dict[str, Config] = {}
+    for task in range(len(config.sweep.runs)):
+        run = config_of_task(config, task)
+        read = (run.run.init_from, run.model.path, run.data, run.reward, run.rollout.replay)
+        found.setdefault(repr(read), run)
+    return list(found.values())
 
 
 def _await_first_state(

@@ -109,11 +109,12 @@ def _het_plan(config: Config, site: Site) -> Plan:
     resources = config.resources
     components: list[Component] = []
     steps: list[StepPlan] = []
-    if resources.dcs.partition:
+    leader = resources.dcs.partition or site.partitions.get("dcs", "")
+    if leader:
         components.append(
             Component(
                 roles=("dcs",),
-                partition=resources.dcs.partition,
+                partition=leader,
                 nodes=resources.dcs.nodes,
                 cpus_per_node=resources.dcs.cpus_per_rank + 1,
                 gpus_per_node=0,
@@ -125,7 +126,7 @@ def _het_plan(config: Config, site: Site) -> Plan:
         components.append(
             Component(
                 roles=("dcs", name) if leads else (name,),
-                partition=role.partition or resources.partition,
+                partition=site.partition_of(name, role.partition or resources.partition),
                 nodes=role.nodes,
                 cpus_per_node=role.ranks // role.nodes * role.cpus_per_rank + 1 + extra,
                 gpus_per_node=min(resources.gpus_per_node, role.ranks // role.nodes),
@@ -204,7 +205,7 @@ def _single_plan(config: Config, site: Site) -> Plan:
                 busy[node] += part.tasks_per_node * step.cpus_per_task
     component = Component(
         roles=("dcs", *_roles(config)),
-        partition=config.resources.partition,
+        partition=config.resources.partition or site.partition,
         nodes=config.resources.nodes,
         cpus_per_node=max(busy) + 1 + config.resources.dcs.cpus_per_rank,
         gpus_per_node=config.resources.gpus_per_node,

@@ -14,9 +14,9 @@ from relax_hpc.launcher.slurm_steps import gpu_request
 
 _BODY = """\
 cd "${{SLURM_SUBMIT_DIR:-.}}" || exit 2
-{check}PYTHON="${{RELAX_PYTHON:-.venv/bin/python}}"
+{check}{setup}PYTHON="${{RELAX_PYTHON:-{python}}}"
 command -v "$PYTHON" > /dev/null || PYTHON=python3
-{setup}exec "$PYTHON" -m relax_hpc.cli supervise {arguments} "$@"
+exec "$PYTHON" -m relax_hpc.cli supervise {arguments} "$@"
 """
 
 
@@ -41,15 +41,34 @@ def render_script(config: Config, plan: Plan, site: Site, arguments: list[str], 
     blocks = [
         _block(number, component, config, site) for number, component in enumerate(plan.components)
     ]
-    setup = "".join(f"{line}\n" for line in site.setup)
+    setup = "".join(f"{line}\n" for line in _setup(site))
     head = [
         "#!/bin/bash",
         f"# Rendered from {name}.toml by `relax-hpc render`; what follows the script's name goes",
         f"# to the supervisor: sbatch {name}.sh --set train.lr=2e-6",
         *_common(config, site),
     ]
-    body = _BODY.format(check=_place_check(arguments), setup=setup, arguments=shlex.join(arguments))
+    body = _BODY.format(
+        check=_place_check(arguments),
+        setup=setup,
+        python=_in_quotes(site.python),
+        arguments=shlex.join(arguments),
+    )
     return "\n".join(head) + "\n" + "#SBATCH hetjob\n".join(blocks) + "\n" + body
+
+
+def _setup(site: Site) -> list[str]:
+    """Return the shell lines before the supervisor."""
+    if not site.modules:
+        return list(site.setup)
+    # `module` is a function of login shells; sbatch's shell is none.
+    define = "command -v module > /dev/null || . /etc/profile"
+    return [define, f"module load {shlex.join(site.modules)} || exit 2", *site.setup]
+
+
+def _in_quotes(text: str) -> str:
+    """Return text as it stands in double quotes of a shell; `$HOME` and the like stay variables."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`")
 
 
 def _place_check(arguments: list[str]) -> str:
@@ -69,18 +88,20 @@ def _place_check(arguments: list[str]) -> str:
 def _common(config: Config, site: Site) -> list[str]:
     """Options of the first block that hold for all components (sbatch(1), heterogeneous jobs)."""
     resources = config.resources
+    num_runs = len(config.sweep.runs)
     options = [
         f"--job-name={config.run.name}",
-        "--output=%x-%j.out",
+        *([f"--array=0-{num_runs - 1}"] if num_runs else []),
+        "--output=%x-%A_%a.out" if num_runs else "--output=%x-%j.out",
         "--open-mode=append",  # a requeued job goes on in the same file
         f"--signal=B:USR2@{site.signal_lead_s}",
         "--requeue" if site.requeue else "--no-requeue",
         f"--time={resources.time_min}",
     ]
-    if resources.account:
-        options.append(f"--account={resources.account}")
-    if resources.qos:
-        options.append(f"--qos={resources.qos}")
+    if account := resources.account or site.account:
+        options.append(f"--account={account}")
+    if qos := resources.qos or site.qos:
+        options.append(f"--qos={qos}")
     return [f"#SBATCH {option}" for option in options]
 
 

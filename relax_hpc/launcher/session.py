@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,7 @@ from relax_hpc.config import (
     Config,
     LauncherKind,
     config_from_json,
+    config_of_task,
     config_to_json,
     load_recipe,
 )
@@ -31,10 +33,13 @@ from relax_hpc.errors import ConfigError, RelaxError, SlurmError
 from relax_hpc.launcher import preflight, preflight_step
 from relax_hpc.launcher.allocation import (
     Allocation,
+    array_task,
     check_allocation,
     local_allocation,
     slurm_allocation,
 )
+from relax_hpc.launcher.deadline import job_deadline
+from relax_hpc.launcher.handover import hand_over, may_go_on
 from relax_hpc.launcher.local_steps import LocalBackend
 from relax_hpc.launcher.members import MemberWatch
 from relax_hpc.launcher.plan import Plan, build_plan
@@ -49,6 +54,7 @@ from relax_hpc.launcher.summary import summarise
 from relax_hpc.launcher.supervisor import Supervisor
 from relax_hpc.launcher.tunables import copy_environment
 from relax_hpc.log import kv
+from relax_hpc.recipe_keys import flat
 from relax_hpc.recovery import checkpoint
 from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, read_state, write_state
 from relax_hpc.recovery.liveness import Liveness, find_liveness, is_supervisor_alive
@@ -63,6 +69,11 @@ from relax_hpc.runfolder import (
 
 _LOG = logging.getLogger(__name__)
 
+_FOREIGN = re.compile(
+    r"RELAX_(?!LOG_LEVEL)|TORCHELASTIC_|"
+    r"(MASTER_ADDR|MASTER_PORT|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_)?WORLD_SIZE)$"
+)
+"""Variables of other runs and of torchrun, which steps must not inherit."""
 _MODULES = {"ref": "forward", "logprob": "forward"}
 """Roles whose step module has another name."""
 
@@ -146,9 +157,17 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         ConfigError: bad input; nothing was started.
     """
     config = read_config(request)
+    overrides: dict[str, Any] = {}
+    if not request.resume:
+        config, overrides = choose_task(config, array_task(environ))
     site = load_site(config.resources.site)
     plan = build_plan(config, site)
     is_local = config.resources.launcher is LauncherKind.LOCAL
+    if is_local and site.container is not None:
+        raise ConfigError(
+            f"resources.launcher=local starts no containers and site {site.name!r} has one: choose "
+            "another site, e.g. --set resources.site=local"
+        )
     allocation = local_allocation(plan) if is_local else slurm_allocation(environ)
     adopted = _adopted_folder(request, config, allocation)
     if adopted is not None:
@@ -168,19 +187,43 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         write_atomic(folder.plan, plan.to_json())
         create_keys(folder)
         state = _next_state(folder, config, plan, allocation, old)
+        state.overrides = overrides if old is None else old.overrides
+        state.former_jobs = [] if old is None else old.former_jobs
         write_state(folder, state)
     return Session(
         folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
     )
 
 
+def choose_task(config: Config, task: int | None) -> tuple[Config, dict[str, Any]]:
+    """Return the run of a job array's task, and the keys that its sweep entry sets.
+
+    Args:
+        config: of the whole array, or of a single run.
+        task: number in the array; None outside of arrays.
+
+    Raises:
+        ConfigError: the sweep has no such task, or this is no array.
+    """
+    if task is None:
+        if config.sweep.runs:
+            raise ConfigError(
+                f"{config.run.name} is a sweep of {len(config.sweep.runs)} runs and this job is no "
+                "array: start it with sbatch recipes/NAME.sh (or --array=0-1 recipes/NAME.sh) or "
+                "with relax-hpc submit"
+            )
+        return config, {}
+    chosen = config_of_task(config, task)
+    return chosen, flat(config.sweep.runs[task]) if config.sweep.runs else {}
+
+
 def _adopted_folder(request: Request, config: Config, allocation: Allocation) -> RunFolder | None:
     """Return the run folder that this attempt goes on with; None for a new run."""
     if request.resume:
         return RunFolder(Path(request.resume).resolve())
-    if not allocation.run_suffix:
+    if not allocation.job_id:
         return None
-    path = Path(config.run.folder) / f"{config.run.name}-{allocation.run_suffix}"
+    path = Path(config.run.folder) / f"{config.run.name}-{allocation.job_id}"
     folder = RunFolder(path.absolute())
     return folder if folder.config.exists() else None
 
@@ -192,8 +235,8 @@ def _adopt_config(folder: RunFolder, request: Request) -> Config:
 
 def _create_folder(config: Config, allocation: Allocation) -> RunFolder:
     parent = Path(config.run.folder)
-    if allocation.run_suffix:
-        return open_run_folder(parent / f"{config.run.name}-{allocation.run_suffix}")
+    if allocation.job_id:
+        return open_run_folder(parent / f"{config.run.name}-{allocation.job_id}")
     return create_run_folder(parent, config.run.name)
 
 
@@ -282,12 +325,21 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         members=watch,
         make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation, environ),
         newest_checkpoint=lambda: newest_checkpoint(folder),
+        deadline=job_deadline(environ, state.job_id, folder),
     )
-    return finish(session, supervisor, environ)
+    return finish(session, supervisor, environ, request.step_program)
 
 
-def finish(session: Session, supervisor: Supervisor, environ: Mapping[str, str]) -> int:
-    """Test the nodes if the recipe wants it, run the supervisor, and write how it ended."""
+def finish(
+    session: Session,
+    supervisor: Supervisor,
+    environ: Mapping[str, str],
+    step_program: str = "",
+) -> int:
+    """Run the supervisor, write how it ended, and see to the next attempt if there is one.
+
+    Before it, the nodes are tested if the recipe wants it.
+    """
     state = session.state
     try:
         _preflight(session, environ)
@@ -301,14 +353,17 @@ def finish(session: Session, supervisor: Supervisor, environ: Mapping[str, str])
         _LOG.exception("supervisor failed")
         status, cause, code = RunStatus.FAILED, f"the supervisor failed: {err!r}", 1
     if status is RunStatus.REQUEUED:
-        status, cause = _may_requeue(session, cause)
+        newest = newest_checkpoint(session.folder)
+        status, cause = may_go_on(state, session.site, newest, cause)
     state.status, state.cause = status, cause
     if status is RunStatus.DONE:
         state.result = summarise(session.folder, state)
     state.exit_code = code
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
-        code = _requeue(session)
+        code = hand_over(
+            state, session.folder, session.config, session.plan, session.site, step_program
+        )
     if state.verdict:
         sys.stderr.write(f"post-mortem: {state.verdict}\n")
     if cause:  # the last line: one sentence that names the cause
@@ -333,36 +388,6 @@ def _preflight(session: Session, environ: Mapping[str, str]) -> None:
         worst = outcome.findings[0]
         more = f"; sbatch --exclude={','.join(outcome.exclude)}" if outcome.exclude else ""
         raise SlurmError(f"preflight found {worst.check}: {worst.node} {worst.what}{more}")
-
-
-def _may_requeue(session: Session, cause: str) -> tuple[RunStatus, str]:
-    """Decide whether the job goes on: no endless chain of attempts that get nowhere."""
-    state, site = session.state, session.site
-    resume = f"go on with relax-hpc submit --resume {state.run}"
-    newest = newest_checkpoint(session.folder)
-    if not site.requeue or not state.job_id:
-        return RunStatus.CANCELLED, f"{cause} and this site does not requeue; {resume}"
-    if newest <= state.resumable_step:
-        return (
-            RunStatus.FAILED,
-            f"{cause} and attempt {state.attempt} made no new checkpoint: give it more time "
-            f"(resources.time_min) or a smaller train.save_interval; {resume}",
-        )
-    if state.attempt >= site.max_attempts:
-        return RunStatus.FAILED, f"{cause} and attempt {state.attempt} is the site's last; {resume}"
-    return RunStatus.REQUEUED, cause
-
-
-def _requeue(session: Session) -> int:
-    """Ask Slurm for the next attempt. Slurm ends this process, so all is written before."""
-    state = session.state
-    try:
-        slurm.requeue(session.allocation.run_suffix)
-    except SlurmError as err:
-        state.status = RunStatus.CANCELLED
-        state.cause += f", and the requeue failed ({err}); relax-hpc submit --resume {state.run}"
-        write_state(session.folder, state)
-    return os.EX_TEMPFAIL
 
 
 def _link_latest(folder: RunFolder, attempt: int) -> None:
@@ -394,12 +419,16 @@ def _backend(session: Session, environ: Mapping[str, str]) -> StepBackend:
     if session.config.resources.launcher is LauncherKind.LOCAL:
         return LocalBackend(_step_base(environ))
     base = _step_base(slurm.step_environment(environ))
-    return SlurmBackend(session.plan, session.site, session.allocation, base)
+    folders = _folders(session)
+    return SlurmBackend(session.plan, session.site, session.allocation, base, folders)
 
 
 def _step_base(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of steps but for their RELAX_* variables; they run offline and unbuffered."""
-    keep = {k: v for k, v in environ.items() if not re.match("RELAX_(?!LOG_LEVEL)", k)}
+    """Environment of steps but for their RELAX_* variables; they run offline and unbuffered.
+
+    Without the places that another launcher gave to whoever submitted: ranks ask the registry.
+    """
+    keep = {k: v for k, v in environ.items() if not _FOREIGN.match(k)}
     return {**keep, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -428,6 +457,20 @@ def _launch(
         },
         program=(sys.executable, *program),
     )
+
+
+def _folders(session: Session) -> list[Path]:
+    """Folders that steps use, for containers; the one that they start in first."""
+    config = session.config
+    sources = [s for s in (config.data.train, config.data.eval) if Path(s).is_absolute()]
+    others = [f for f in (config.transfer.spill_folder, config.rollout.replay) if f]
+    return [
+        Path.cwd(),
+        session.folder.path,
+        Path(config.model.path),
+        *(Path(source).parent for source in sources),
+        *map(Path, others),
+    ]
 
 
 def _trace_prefix(session: Session, slot: Slot, incarnation: int) -> Path:

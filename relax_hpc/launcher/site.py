@@ -2,13 +2,17 @@
 
 import dataclasses
 import enum
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from relax_hpc import recipe_keys
+from relax_hpc.control.identity import ROLES
 from relax_hpc.errors import ConfigError
+from relax_hpc.launcher.container import Container
 
 
 class GpuOption(enum.StrEnum):
@@ -25,6 +29,15 @@ class Site:
 
     name: str
     description: str = ""
+    account: str = ""
+    """`#SBATCH --account` of recipes that set no `resources.account`."""
+    qos: str = ""
+    """`#SBATCH --qos` of recipes that set no `resources.qos`."""
+    partition: str = ""
+    """Partition of recipes that name none."""
+    partitions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Partition of a role where the recipe names none: `train`, `ref`, `logprob`, `rollout`, `dcs`.
+    With `dcs` the leader gets a component of its own, as with `resources.dcs.partition`."""
     address_prefix: str = ""
     """Prefix of the IP addresses that services bind to; empty = first that is not loopback."""
     gres: str = "gpu"
@@ -36,7 +49,10 @@ class Site:
     """False where `disable_hetjob_steps` forbids one step over several het components: the dcs then
     gets one step per component."""
     requeue: bool = True
-    """Requeue before the time limit; also `#SBATCH --requeue` (node failure, preemption)."""
+    """Requeue before the time limit; also `#SBATCH --requeue` (node failure, preemption). Where
+    Slurm refuses it, a job that comes after this one goes on."""
+    resubmit: bool = False
+    """Go on in a new job (`sbatch --dependency=afterany:JOBID`) instead of the requeue."""
     signal_lead_s: int = 120
     """`--signal=B:USR2@N`: seconds before the time limit at which the supervisor begins to stop.
     Not USR1: NCCL catches it."""
@@ -46,8 +62,15 @@ class Site:
     """More `#SBATCH` options of every component."""
     srun_options: tuple[str, ...] = ()
     """More srun options of every step."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load before the supervisor; srun hands their variables on."""
     setup: tuple[str, ...] = ()
-    """Shell lines that run before the supervisor."""
+    """Shell lines that run before the supervisor, after the modules."""
+    python: str = ".venv/bin/python"
+    """Python of the supervisor and, without a container, of the steps: `VENV/bin/python`, relative
+    to the submit folder. `python3` where there is none."""
+    container: Container | None = None
+    """None: steps run on the nodes as they are."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables of every step."""
 
@@ -59,6 +82,18 @@ class Site:
         for option in (*self.directives, *self.srun_options):
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"directives/srun_options: {option!r} is no option")
+        for role in self.partitions:
+            if role not in ROLES:
+                raise ConfigError(f"partitions.{role}: no role; valid: {', '.join(ROLES)}")
+        for key in ("account", "qos", "partition"):
+            if re.search(r"\s", getattr(self, key)):
+                raise ConfigError(f"{key}={getattr(self, key)!r}: has a blank")
+        if not self.python:
+            raise ConfigError("python='': name an interpreter, e.g. .venv/bin/python")
+
+    def partition_of(self, role: str, asked: str) -> str:
+        """Return the partition of a role: what the recipe asks for, else the site's."""
+        return asked or self.partitions.get(role, "") or self.partition
 
 
 def data_folders(kind: str) -> list[Path]:
@@ -106,6 +141,7 @@ def _parse(name: str, path: Path) -> Site:
         if key not in valid:
             raise ConfigError(f"{path}: {key}: unknown key; valid here: {', '.join(valid)}")
     try:
+        recipe_keys.refuse_unknown(tree.get("container", {}), Container, "container.")
         return msgspec.convert({"name": name, **tree}, Site)
     except (msgspec.ValidationError, ConfigError) as err:
         raise ConfigError(f"{path}: {err.__cause__ or err}") from err

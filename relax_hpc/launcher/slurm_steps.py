@@ -13,13 +13,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relax_hpc import slurm
 from relax_hpc.errors import SlurmError
 from relax_hpc.launcher import child
 from relax_hpc.launcher.allocation import Allocation
+from relax_hpc.launcher.container import container_program, srun_container_options
 from relax_hpc.launcher.plan import Plan, StepPart
 from relax_hpc.launcher.site import GpuOption, Site
 from relax_hpc.launcher.steps import StepExit, StepHandle, StepLaunch, describe_end, tail
@@ -47,8 +48,16 @@ _TASK_SIGNALS = {
 """strsignal(3) texts of srun's messages."""
 
 
-def srun_command(launch: StepLaunch, plan: Plan, site: Site, allocation: Allocation) -> list[str]:
+def srun_command(
+    launch: StepLaunch,
+    plan: Plan,
+    site: Site,
+    allocation: Allocation,
+    folders: Sequence[Path] = (),
+) -> list[str]:
     """Build the argument list of a step: one srun, with one section per het component.
+
+    `folders` are what a container of the site must show, the working folder first.
 
     Source: srun(1). Choices:
     - `--overlap`: steps share the nodes, and a restarted step must not wait for the memory of its
@@ -58,12 +67,16 @@ def srun_command(launch: StepLaunch, plan: Plan, site: Site, allocation: Allocat
     - GPUs per node and `--gpu-bind=none`: per-task binding hides peers and breaks CUDA IPC.
     - everything explicit: no node or task count is inherited from the batch script's environment.
     """
+    container_options = srun_container_options(site.container, folders)
+    has_gpus = bool(launch.plan.gpus)
+    program = container_program(site.container, launch.program, folders, has_gpus)
     command = ["srun"]
     for number, (part, nodes) in enumerate(zip(launch.plan.parts, launch.nodes, strict=True)):
         if number:
             command.append(":")
         command += _part_options(launch, part, nodes, plan, site, allocation)
-        command += launch.program
+        command += container_options
+        command += program
     return command
 
 
@@ -129,14 +142,20 @@ class SlurmBackend:
     """Starts srun steps in the current allocation."""
 
     def __init__(
-        self, plan: Plan, site: Site, allocation: Allocation, environ: Mapping[str, str]
+        self,
+        plan: Plan,
+        site: Site,
+        allocation: Allocation,
+        environ: Mapping[str, str],
+        folders: Sequence[Path] = (),
     ) -> None:
         self._plan, self._site, self._allocation = plan, site, allocation
+        self._folders = folders
         self._environ = dict(environ)
 
     def start(self, launch: StepLaunch) -> StepHandle:
         """Start one srun."""
-        command = srun_command(launch, self._plan, self._site, self._allocation)
+        command = srun_command(launch, self._plan, self._site, self._allocation, self._folders)
         with launch.log("srun").open("ab") as log:
             process = subprocess.Popen(
                 child.command(command, signal.SIGTERM),

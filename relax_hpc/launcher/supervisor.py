@@ -28,6 +28,7 @@ from types import FrameType
 
 from relax_hpc.config import Config
 from relax_hpc.launcher.autopsy import Autopsy
+from relax_hpc.launcher.deadline import MIN_GRACE_S, Deadline
 from relax_hpc.launcher.members import MemberSource, Snapshot
 from relax_hpc.launcher.slot import Slot
 from relax_hpc.launcher.steps import StepBackend, StepExit, StepLaunch, tail
@@ -40,8 +41,6 @@ _LOG = logging.getLogger(__name__)
 _TICK_S = 1.0
 _GRACE_S = 15.0
 """From SIGTERM to SIGKILL when a run ends; Slurm's KillWait is 30 s by default."""
-_REQUEUE_GRACE_S = 60.0
-"""The same before a requeue: room for a save; `signal_lead_s` is 120 s or more."""
 _STALL_S = 15.0
 """A tick that comes later than this was not due to a member: the supervisor itself was stopped."""
 _WRONG_USE = 2
@@ -61,7 +60,7 @@ class Outcome:
 class Supervisor:
     """One attempt of one run. `run` returns the exit code."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword: what one attempt consists of
         self,
         *,
         folder: RunFolder,
@@ -72,10 +71,12 @@ class Supervisor:
         members: MemberSource,
         make_launch: Callable[[Slot, int], StepLaunch],
         newest_checkpoint: Callable[[], int],
+        deadline: Deadline | None = None,
     ) -> None:
         self._folder, self._config, self._state = folder, config, state
         self._slots, self._backend, self._members = slots, backend, members
         self._make_launch, self._newest_checkpoint = make_launch, newest_checkpoint
+        self._deadline = deadline
         self._autopsy = Autopsy(folder)
         self._outcome: Outcome | None = None
         self._seen = -1.0
@@ -112,6 +113,8 @@ class Supervisor:
             self._awake_since = now
         self._last_tick = now
         self._note_signals(wakeup)
+        if self._outcome is None and self._deadline is not None:
+            self._heed(self._deadline)
         for slot in self._slots:
             ended = slot.poll(now)
             if ended is not None:
@@ -133,11 +136,18 @@ class Supervisor:
                 self._autopsy.close()  # Slurm kills 30 s after SIGTERM: no time for it
             return
         if number is signal.SIGUSR2:
-            cause = "the time limit is near (SIGUSR2)"
-            self._end(Outcome(RunStatus.REQUEUED, cause, os.EX_TEMPFAIL, _REQUEUE_GRACE_S))
+            self._stop_for_limit("the time limit is near (SIGUSR2)")
         elif number is not None:
             cause = f"{number.name} received: cancelled, preempted or at the time limit"
             self._end(Outcome(RunStatus.CANCELLED, cause, 1))
+
+    def _heed(self, deadline: Deadline) -> None:
+        if deadline.is_due(time.time()):
+            self._stop_for_limit("the time limit is near: a save must fit in")
+
+    def _stop_for_limit(self, cause: str) -> None:
+        grace_s = MIN_GRACE_S if self._deadline is None else self._deadline.grace_s
+        self._end(Outcome(RunStatus.REQUEUED, cause, os.EX_TEMPFAIL, grace_s))
 
     def _end(self, outcome: Outcome) -> None:
         """Decide the outcome; the first decision stays."""

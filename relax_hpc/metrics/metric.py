@@ -40,6 +40,10 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
 
 
+SAVE_SPAN = "save"
+"""Span of the train step around a checkpoint."""
+
+
 class SpanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `RUN/metrics/ROLE-INDEX.spans.jsonl`: a phase and when it ran (Unix seconds)."""
 

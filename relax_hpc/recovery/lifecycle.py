@@ -87,7 +87,9 @@ class RunState(msgspec.Struct, kw_only=True):
     run: str
     launcher: str
     job_id: str = ""
-    """Slurm job id (leader of a het job); empty for launcher = local."""
+    """Slurm job id (leader of a het job, `ARRAYID_TASK`); empty for launcher = local."""
+    former_jobs: list[str] = []
+    """Jobs that handed the run over to the next one, because they could not be requeued."""
     status: RunStatus = RunStatus.STARTING
     attempt: int = 1
     cause: str = ""
@@ -95,6 +97,8 @@ class RunState(msgspec.Struct, kw_only=True):
     exit_code: int = 0
     """Of the supervisor, once the status is final."""
     submit_folder: str = ""
+    overrides: dict[str, Any] = {}
+    """Task of a job array: the keys of its sweep entry, `{"train.lr": 1e-6}`."""
     host: str = ""
     pid: int = 0
     pid_started: float = 0.0

@@ -9,6 +9,7 @@ from relax_hpc.recovery.lifecycle import StepState, StepStatus
 from relax_hpc.recovery.liveness import Liveness
 from relax_hpc.report.curve import draw_curves
 from relax_hpc.report.read import RunReport
+from relax_hpc.report.table import print_table
 from relax_hpc.slurm import compress_hostlist
 
 _COLUMNS = (
@@ -29,10 +30,7 @@ def print_status(report: RunReport, out: TextIO) -> None:
     width = min(100, shutil.get_terminal_size((80, 24)).columns)
     out.write("\n".join(_head(report)) + "\n\n")
     rows = [_row(step) for step in report.state.steps]
-    if out.isatty():
-        _print_rich(rows, out)
-    else:
-        out.write("\n".join(_plain(rows)) + "\n")
+    print_table(_COLUMNS, rows, out, wide="progress")
     chart = draw_curves(report.curves, width)
     out.write("\n" + "\n".join(chart or ["no metrics yet"]) + "\n")
 
@@ -77,29 +75,6 @@ def _progress(step: StepState) -> str:
     if step.status in (StepStatus.ENDED, StepStatus.WAITING):
         return ""
     return " ".join(f"{key}={value}" for key, value in step.progress.items())
-
-
-def _plain(rows: list[tuple[str, ...]]) -> list[str]:
-    table = [_COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-
-
-def _print_rich(rows: list[tuple[str, ...]], out: TextIO) -> None:
-    import rich.box  # 0.1 s: only where it is seen
-    import rich.console
-    import rich.table
-
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for name in _COLUMNS:
-        table.add_column(name, no_wrap=name != "progress")
-    for row in rows:
-        table.add_row(*row)
-    width = max(80, shutil.get_terminal_size((100, 24)).columns)
-    rich.console.Console(file=out, highlight=False, markup=False, width=width).print(table)
 
 
 def status_text(report: RunReport) -> str:

@@ -23,6 +23,7 @@ from relax_hpc.metrics.writers import MetricWriter
 from relax_hpc.steps.device import choose_device
 from relax_hpc.steps.ending import run_step
 from relax_hpc.steps.stop_flag import StopFlag
+from relax_hpc.steps.timed_keeper import TimedKeeper
 from relax_hpc.transfer.archive import TrainedLog
 from relax_hpc.transfer.transfer_queue import TransferQueue
 
@@ -118,7 +119,7 @@ def _services(
         record=record,
         queue=queue,
         publisher=WeightPublisher(identity),
-        keeper=keeper,
+        keeper=TimedKeeper(keeper, writer) if identity.rank == 0 else keeper,
         reporter=_Reporter(writer, membership),
         wants_stop=lambda: stop.is_set or membership.is_replaced,
     )

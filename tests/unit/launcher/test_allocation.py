@@ -1,7 +1,7 @@
 import pytest
 
 from relax_hpc.errors import ConfigError, SlurmError
-from relax_hpc.launcher.allocation import check_allocation, slurm_allocation
+from relax_hpc.launcher.allocation import array_task, check_allocation, slurm_allocation
 from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.site import Site
 from tests.launcher_samples import HEADLINE, config_of
@@ -33,7 +33,7 @@ def test_het_job() -> None:
     allocation = slurm_allocation(HET)
     assert allocation.is_het
     assert allocation.job_ids == ("42", "43")
-    assert allocation.run_suffix == "42"
+    assert allocation.job_id == "42"
     rollout = allocation.groups[1]
     assert (rollout.nodes, rollout.cpus_per_node, rollout.partition) == (
         ("n02", "n03"),
@@ -45,7 +45,13 @@ def test_het_job() -> None:
 def test_plain_job_and_array_task() -> None:
     assert slurm_allocation(PLAIN).groups[0].nodes == ("gpu1", "gpu2")
     array = {**PLAIN, "SLURM_ARRAY_JOB_ID": "48", "SLURM_ARRAY_TASK_ID": "2"}
-    assert slurm_allocation(array).run_suffix == "48_2"
+    allocation = slurm_allocation(array)
+    assert (allocation.job_id, allocation.job_ids) == ("48_2", ("48_2",))
+    assert (
+        array_task(array),
+        array_task(PLAIN),
+        array_task({**array, "SLURM_ARRAY_TASK_ID": "0"}),
+    ) == (2, None, 0)
 
 
 def test_outside_of_a_job_the_remedy_is_named() -> None:

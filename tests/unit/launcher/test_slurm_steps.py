@@ -15,7 +15,6 @@ SITE = Site(name="test", srun_options=("--network=x",))
 PLAN = build_plan(config_of(HEADLINE, resources__dcs={"partition": "cpu"}), SITE)
 ALLOCATION = Allocation(
     job_id="42",
-    run_suffix="42",
     is_het=True,
     groups=(
         Group(job_id="42", partition="cpu", nodes=("n04",), cpus_per_node=2),
