@@ -7,20 +7,15 @@ environment, and nothing in it changed for a while (a run may be restarting).
 
 import dataclasses
 import os
-import pwd
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.rollout import sglang_shm
+from relax_hpc.topology.node_facts import removes_ipc
 from relax_hpc.transfer import leftovers
 from relax_hpc.transfer.leftovers import FolderState, RunFolderLeft, scan
-
-_REMOVE_IPC = re.compile(r"^\s*RemoveIPC\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
-_FIRST_USER = 1000
-"""logind spares system users, root among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,9 +78,7 @@ def hints(
     etc: Path = Path("/etc"), run: Path = Path("/run"), var: Path = Path("/var"), uid: int = -1
 ) -> list[str]:
     """Say what on this node may remove shared memory of live runs."""
-    user = os.getuid() if uid < 0 else uid
-    is_spared = user < _FIRST_USER or not (run / "systemd" / "system").is_dir()
-    if is_spared or not _removes_ipc(etc) or (var / "lib/systemd/linger" / _name(user)).exists():
+    if not removes_ipc(etc, run, var, uid):
         return []
     return [
         "logind has RemoveIPC=yes: when your last session on this node ends, also one that has "
@@ -93,23 +86,6 @@ def hints(
         "Run `loginctl enable-linger`, or ask for RemoveIPC=no in /etc/systemd/logind.conf or for "
         "Slurm's job_container/tmpfs"
     ]
-
-
-def _removes_ipc(etc: Path) -> bool:
-    """The last setting counts; the default is yes."""
-    folder = etc / "systemd"
-    values = ["yes"]
-    for path in (folder / "logind.conf", *sorted((folder / "logind.conf.d").glob("*.conf"))):
-        if path.is_file():
-            values += _REMOVE_IPC.findall(path.read_text(encoding="utf-8", errors="replace"))
-    return values[-1].lower() in ("1", "yes", "true", "on")
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def report(findings: Sequence[Finding], advice: Sequence[str]) -> Iterator[str]:

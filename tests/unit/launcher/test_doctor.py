@@ -14,6 +14,7 @@ import pytest
 
 from relax_hpc import cli
 from relax_hpc.launcher import doctor
+from relax_hpc.topology import node_facts
 from relax_hpc.transfer import leftovers
 from relax_hpc.transfer.extent import ReserveExtent, make_extent
 from relax_hpc.transfer.owner import Owner, process_start
@@ -172,7 +173,7 @@ def test_remove_ipc_is_told(
     if drop_in is not None:
         (etc / "systemd/logind.conf.d/50-site.conf").write_text(drop_in)
     if lingers:
-        (var / "lib/systemd/linger" / doctor._name(uid)).touch()
+        (var / "lib/systemd/linger" / node_facts._name(uid)).touch()
     assert bool(doctor.hints(etc, run, var, uid)) is warns
     shutil.rmtree(run)
     assert doctor.hints(etc, run, var, uid) == [], "no logind here"
