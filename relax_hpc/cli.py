@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_supervise(commands)
     _add_run_commands(commands)
+    _add_health_commands(commands)
     postmortem.add_arguments(_add(commands, "postmortem", _postmortem, postmortem.TEXT))
     return parser
 
@@ -152,8 +153,16 @@ def _add_run_commands(commands: Commands) -> None:
     parser = _add(commands, "cancel", _cancel, "end a run")
     parser.add_argument("run", help=run)
     _add_json(parser)
-    parser = _add(commands, "doctor", _doctor, "show what dead runs left on this node")
-    parser.add_argument("--clean", action="store_true", help="remove it, and nothing else")
+
+
+def _add_health_commands(commands: Commands) -> None:
+    text = "find what would make a run fail, and what dead runs left on this node"
+    parser = _add(commands, "doctor", _doctor, text)
+    parser.add_argument("recipe", nargs="?", default="", help="check this run, before it is queued")
+    _add_set(parser)
+    parser.add_argument(
+        "--clean", action="store_true", help="remove what dead runs left, and nothing else"
+    )
     parser.add_argument(
         "--folder", action="append", default=[], help="also look here (transfer.spill_folder)"
     )
@@ -397,17 +406,31 @@ def _cancel(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from relax_hpc.launcher import doctor
+    from relax_hpc.launcher import diagnosis, doctor
+    from relax_hpc.launcher.check_list import would_fail
 
-    folders = [Path(folder) for folder in args.folder]
-    findings = doctor.examine(folders, clean=args.clean, min_age_s=60.0 * args.min_age)
-    advice = doctor.hints()
+    if args.recipe and (args.clean or args.folder):
+        raise ConfigError("--clean and --folder look at what dead runs left: give no recipe")
+    if args.overrides and not args.recipe:
+        raise ConfigError("--set changes a recipe: give one")
+    leftovers, advice = [], []
+    if not args.recipe:
+        folders = [Path(folder) for folder in args.folder]
+        leftovers = doctor.examine(folders, clean=args.clean, min_age_s=60.0 * args.min_age)
+        advice = doctor.hints()
+    told = {"folders": [left.to_dict() for left in leftovers], "hints": advice}
+    findings = []
+    if not args.clean:
+        config, site, plan = _load(args) if args.recipe else (None, None, None)
+        findings = diagnosis.diagnose(diagnosis.gather(config, site, plan, os.environ))
     if args.json:
-        _print_json({"folders": [finding.to_dict() for finding in findings], "hints": advice})
-        return 0
-    for line in doctor.report(findings, advice):
-        _print(line)
-    return 0
+        _print_json(told | {"findings": [f.to_dict() for f in findings]})
+    else:
+        for line in doctor.report(leftovers, advice) if not args.recipe else ():
+            _print(line)
+        for line in diagnosis.lines(findings) if not args.clean else ():
+            _print(line)
+    return int(would_fail(findings))
 
 
 def _postmortem(args: argparse.Namespace) -> int:

@@ -30,6 +30,8 @@ class Site:
     gres: str = "gpu"
     """GRES name with the type if the site needs one: `gpu`, `gpu:h800`."""
     gpu_option: GpuOption = GpuOption.GRES
+    gpu_memory_gb: float = 0.0
+    """Memory of one GPU in GB (10^9 bytes), for the estimate of `relax-hpc doctor`; 0 = unknown."""
     cross_component_steps: bool = True
     """False where `disable_hetjob_steps` forbids one step over several het components: the dcs then
     gets one step per component."""
@@ -52,6 +54,8 @@ class Site:
     def __post_init__(self) -> None:
         if not 0 < self.signal_lead_s <= 65535:  # sbatch(1), --signal
             raise ConfigError(f"signal_lead_s={self.signal_lead_s}: must be in 1..65535")
+        if self.gpu_memory_gb < 0:
+            raise ConfigError(f"gpu_memory_gb={self.gpu_memory_gb}: must be >= 0")
         for option in (*self.directives, *self.srun_options):
             if not option.startswith("-") or "\n" in option:
                 raise ConfigError(f"directives/srun_options: {option!r} is no option")
