@@ -1,4 +1,5 @@
-"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, postmortem.
+"""`relax-hpc`: validate, plan, render, submit, supervise, status, logs, cancel, doctor, preflight,
+postmortem.
 
 Exit codes: 0 fine, 1 the thing failed, 2 wrong use or bad input (nothing was started), 75 try again
 or requeued; postmortem has its own. Modules are imported where they are used: `relax-hpc --help` on
@@ -170,6 +171,21 @@ def _add_health_commands(commands: Commands) -> None:
         "--min-age", type=_at_least_1, default=30, metavar="MIN",
         help="a run is dead when nothing changed for this long [30]; younger ones may restart",
     )  # fmt: skip
+    _add_json(parser)
+    text = "test the nodes of this job (or of a recipe, or a list) in under a minute"
+    parser = _add(commands, "preflight", _preflight, text)
+    parser.add_argument("recipe", nargs="?", default="", help="its partitions, folder and needs")
+    _add_set(parser)
+    parser.add_argument("--nodes", default="", metavar="LIST", help="these: 'n[01-04]'")
+    parser.add_argument("--partition", default="", help="of --nodes")
+    parser.add_argument("--site", default="local", help="site profile, without a recipe [local]")
+    parser.add_argument(
+        "--mpi", default="auto", choices=("auto", "pmi2", "pmix", "none"), help="of srun [auto]"
+    )
+    parser.add_argument(
+        "--wait", type=_at_least_1, default=120, metavar="S", help="outside of a job: for nodes"
+    )
+    parser.add_argument("--step-program", default="", help=argparse.SUPPRESS)
     _add_json(parser)
 
 
@@ -431,6 +447,28 @@ def _doctor(args: argparse.Namespace) -> int:
         for line in diagnosis.lines(findings) if not args.clean else ():
             _print(line)
     return int(would_fail(findings))
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from relax_hpc.launcher import preflight, preflight_step
+    from relax_hpc.launcher.preflight_target import Target, test_nodes
+    from relax_hpc.launcher.site import load_site
+
+    if args.recipe:
+        config, site, plan = _load(args)
+        config = preflight.resolve_inputs(config)
+    else:
+        config, site, plan = None, load_site(args.site), None
+    target = Target(config=config, plan=plan, site=site, nodes=args.nodes, partition=args.partition)
+    outcome = test_nodes(
+        target, os.environ, mpi=args.mpi, queue_s=args.wait, step_program=args.step_program
+    )
+    if args.json:
+        _print_json(outcome.to_dict())
+    else:
+        for line in preflight_step.lines(outcome):
+            _print(line)
+    return int(not outcome.is_good)
 
 
 def _postmortem(args: argparse.Namespace) -> int:

@@ -368,6 +368,8 @@ class ResourcesConfig:
     """None: no reference step."""
     logprob: RoleResources | None = None
     """None: log-probs of the old policy are computed inside the train step."""
+    preflight: bool = False
+    """Test the nodes first (`relax-hpc preflight`, under a minute); end where one is faulty."""
 
     def __post_init__(self) -> None:
         check_numbers("resources", self)

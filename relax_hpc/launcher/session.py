@@ -39,6 +39,7 @@ from relax_hpc.launcher.local_steps import LocalBackend
 from relax_hpc.launcher.members import MemberWatch
 from relax_hpc.launcher.plan import Plan, build_plan
 from relax_hpc.launcher.policy import RestartBudget
+from relax_hpc.launcher.preflight_target import Target, test_nodes
 from relax_hpc.launcher.recorder import TRACE_NAME, recorder_environment
 from relax_hpc.launcher.site import Site, find_recipe, load_site
 from relax_hpc.launcher.slot import Slot
@@ -282,13 +283,14 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         make_launch=lambda slot, incarnation: _launch(session, request, slot, incarnation, environ),
         newest_checkpoint=lambda: newest_checkpoint(folder),
     )
-    return finish(session, supervisor)
+    return finish(session, supervisor, environ)
 
 
-def finish(session: Session, supervisor: Supervisor) -> int:
-    """Run the supervisor and write how it ended."""
+def finish(session: Session, supervisor: Supervisor, environ: Mapping[str, str]) -> int:
+    """Test the nodes if the recipe wants it, run the supervisor, and write how it ended."""
     state = session.state
     try:
+        _preflight(session, environ)
         code = supervisor.run()
         outcome = supervisor.outcome
         assert outcome is not None
@@ -312,6 +314,25 @@ def finish(session: Session, supervisor: Supervisor) -> int:
     if cause:  # the last line: one sentence that names the cause
         sys.stderr.write(f"relax-hpc: {state.name} {state.status}: {state.cause}\n")
     return code
+
+
+def _preflight(session: Session, environ: Mapping[str, str]) -> None:
+    """Test the nodes before the expensive part.
+
+    Raises:
+        SlurmError: names those to leave out.
+    """
+    resources = session.config.resources
+    if not resources.preflight or resources.launcher is LauncherKind.LOCAL:
+        return
+    target = Target(config=session.config, plan=session.plan, site=session.site)
+    outcome = test_nodes(target, environ)
+    for finding in outcome.findings:
+        _LOG.warning("preflight %s", finding)
+    if not outcome.is_good:
+        worst = outcome.findings[0]
+        more = f"; sbatch --exclude={','.join(outcome.exclude)}" if outcome.exclude else ""
+        raise SlurmError(f"preflight found {worst.check}: {worst.node} {worst.what}{more}")
 
 
 def _may_requeue(session: Session, cause: str) -> tuple[RunStatus, str]:
