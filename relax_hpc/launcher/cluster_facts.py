@@ -7,7 +7,6 @@ The parsers take text, so that recorded output of any version is as good as a li
 import contextlib
 import dataclasses
 import os
-import pwd
 import re
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 
 from relax_hpc import slurm
 from relax_hpc.errors import RelaxError, SlurmError
+from relax_hpc.topology.node_facts import user_name
 
 _TEST_ONLY_TIMEOUT_S = 60.0
 
@@ -115,7 +115,7 @@ def gather(script: str = "") -> ClusterFacts:
         nodes=parse_nodes(ask(["scontrol", "-a", "-o", "show", "node"])),
         qos=_ask_qos() if "slurmdbd" in settings.get("accountingstoragetype", "") else None,
         num_jobs=len(jobs),
-        num_own_jobs=jobs.count(pwd.getpwuid(os.getuid()).pw_name),
+        num_own_jobs=jobs.count(user_name(os.getuid())),
         start_estimate=estimate,
         start_refused=refused,
     )

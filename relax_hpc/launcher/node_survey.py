@@ -2,7 +2,7 @@
 
 method                     waits for                       unblocked by
 report                     nothing
-pair, rounds 0 to 3        every task to report            the last report, or `start_s`
+pair, rounds 0 to 3        every task to report, or end    the last one, or `start_s`
 pair, round 4 (retest)     the results of rounds 0 to 3    the last one, or `pairs_s`
 further (MPI, NCCL)        nothing more
 The waits end by the clock as well: who is missing then is left out and named.
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
+from collections.abc import Collection
 
 from relax_hpc.control.rpc import Caller, Empty, RpcServer
 from relax_hpc.launcher.node_scores import Tolerance, suspects
@@ -66,6 +67,8 @@ class NodeSurvey:
         self._reached: set[int] = set()
         self._mpi_everywhere: bool | None = None
         self._tokens: dict[tuple[int, int, int], bytes] = {}
+        self._lost: frozenset[str] = frozenset()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._all_reported, self._all_measured = asyncio.Event(), asyncio.Event()
 
     def register(self, server: RpcServer) -> None:
@@ -92,9 +95,25 @@ class NodeSurvey:
         if self.first_s is None:
             self.first_s = time.monotonic()
         self.reports[report.rank] = report
-        if len(self.reports) >= self._num_ranks:
-            self._all_reported.set()
+        self._loop = asyncio.get_running_loop()
+        self._count_reports()
         return Empty()
+
+    def lost(self, nodes: Collection[str]) -> None:
+        """Know that the tasks of these nodes ended; called from another thread.
+
+        Nobody waits for those that did not report.
+        """
+        self._lost = frozenset(nodes)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._count_reports)
+
+    def _count_reports(self) -> None:
+        if len(self.reports) + len(self._lost) < self._num_ranks:
+            return
+        lost = self._lost - {report.facts.node for report in self.reports.values()}
+        if len(self.reports) + len(lost) >= self._num_ranks:
+            self._all_reported.set()
 
     async def _until(self, event: asyncio.Event, limit_s: float) -> None:
         """Wait for an event, or until so long after the first report."""

@@ -26,7 +26,7 @@ import msgspec
 from relax_hpc import slurm
 from relax_hpc.control.identity import Identity
 from relax_hpc.control.rpc import RpcServer, create_keys
-from relax_hpc.errors import SlurmError
+from relax_hpc.errors import ConfigError, SlurmError
 from relax_hpc.launcher import child, node_scores
 from relax_hpc.launcher.check_list import Finding, Severity, by_severity, found, merged, would_fail
 from relax_hpc.launcher.diagnosis import LAST_PREFLIGHT, FoundNode, LastPreflight
@@ -44,6 +44,7 @@ _LOG = logging.getLogger(__name__)
 _END_S = 5.0
 """For srun to end after its tasks were told to."""
 _POLL_S = 0.05
+_TASK_END = re.compile(r"^srun: error: (\S+): tasks? [0-9,-]+: ", re.MULTILINE)
 _LAST_WORDS = re.compile(r"^preflight (\S+): (.+)$", re.MULTILINE)
 
 
@@ -236,7 +237,7 @@ def _run_step(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        _await(process, plan, survey)
+        _await(process, plan, survey, log)
     said = log.read_text(encoding="utf-8", errors="replace")
     if not survey.reports and not _LAST_WORDS.search(said):
         why = " | ".join(said.strip().splitlines()[-3:]) or "srun said nothing"
@@ -247,15 +248,30 @@ def _run_step(
     return said
 
 
-def _await(process: subprocess.Popen[bytes], plan: PreflightPlan, survey: NodeSurvey) -> None:
+def lost_nodes(said: str) -> set[str]:
+    """Return the nodes whose task ended badly, from srun's messages."""
+    found: set[str] = set()
+    for hosts in _TASK_END.findall(said):
+        with contextlib.suppress(ConfigError):  # a message that is not all there yet
+            found.update(slurm.expand_hostlist(hosts))
+    return found
+
+
+def _await(
+    process: subprocess.Popen[bytes], plan: PreflightPlan, survey: NodeSurvey, log: Path
+) -> None:
     limits = plan.limits
-    started = time.monotonic()
+    started, seen = time.monotonic(), 0
     while process.poll() is None:
         now, first = time.monotonic(), survey.first_s
         end = started + plan.queue_s + limits.total_s if first is None else first + limits.total_s
         if now > end:
             _end(process)
             return
+        size = log.stat().st_size
+        if size != seen:
+            seen = size
+            survey.lost(lost_nodes(log.read_text(encoding="utf-8", errors="replace")))
         time.sleep(_POLL_S)
 
 

@@ -55,8 +55,10 @@ class PairListener:
             self._socket.settimeout(max(0.01, deadline - time.monotonic()))
             connection, _ = self._socket.accept()
             connection.settimeout(2.0)
-            with contextlib.suppress(OSError):
+            try:
                 self._early.append((receive(connection, TOKEN_BYTES), connection))
+            except OSError:  # not a partner
+                connection.close()
             if time.monotonic() > deadline:
                 raise TimeoutError("the partner did not connect")
 

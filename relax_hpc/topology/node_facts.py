@@ -155,7 +155,7 @@ def removes_ipc(etc: Path, run: Path, var: Path, uid: int = -1) -> bool:
     """Tell whether logind removes this user's shared memory when the last session ends."""
     user = os.getuid() if uid < 0 else uid
     is_spared = user < _FIRST_USER or not (run / "systemd" / "system").is_dir()
-    if is_spared or (var / "lib/systemd/linger" / _name(user)).exists():
+    if is_spared or (var / "lib/systemd/linger" / user_name(user)).exists():
         return False
     folder = etc / "systemd"
     values = ["yes"]  # the default; the last setting counts
@@ -164,7 +164,8 @@ def removes_ipc(etc: Path, run: Path, var: Path, uid: int = -1) -> bool:
     return values[-1].lower() in ("1", "yes", "true", "on")
 
 
-def _name(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return the name of a user; the number in a container that does not know it."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -173,7 +173,7 @@ def test_remove_ipc_is_told(
     if drop_in is not None:
         (etc / "systemd/logind.conf.d/50-site.conf").write_text(drop_in)
     if lingers:
-        (var / "lib/systemd/linger" / node_facts._name(uid)).touch()
+        (var / "lib/systemd/linger" / node_facts.user_name(uid)).touch()
     assert bool(doctor.hints(etc, run, var, uid)) is warns
     shutil.rmtree(run)
     assert doctor.hints(etc, run, var, uid) == [], "no logind here"

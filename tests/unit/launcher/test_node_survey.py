@@ -1,6 +1,7 @@
 """The service of a preflight with a thousand tasks that only talk to its handlers."""
 
 import asyncio
+from collections.abc import Collection
 
 import pytest
 
@@ -40,8 +41,13 @@ async def node(survey: NodeSurvey, rank: int, slow: set[int]) -> tuple[int, Furt
     return tests, await survey._further(CALLER, FurtherAsk(rank=rank))
 
 
-def play(num_ranks: int, missing: set[int], slow: set[int]) -> tuple[NodeSurvey, list[int], bool]:
-    survey = NodeSurvey(num_ranks, Limits(start_s=0.5, pairs_s=60.0), Tolerance(), use_mpi=True)
+def play(
+    num_ranks: int, missing: set[int], slow: set[int], lost: Collection[str] = ()
+) -> tuple[NodeSurvey, list[int], bool]:
+    start_s = 300.0 if lost else 0.5  # who is known to be dead is not waited for
+    limits = Limits(start_s=start_s, pairs_s=300.0)
+    survey = NodeSurvey(num_ranks, limits, Tolerance(), use_mpi=True)
+    survey.lost(lost)
 
     async def everyone() -> list[tuple[int, FurtherTold]]:
         present = [rank for rank in range(num_ranks) if rank not in missing]
@@ -61,8 +67,9 @@ def test_a_node_has_a_few_tests_whatever_the_size(num_ranks: int) -> None:
     assert {finding.node for finding in findings} == {f"n{rank}" for rank in slow}
 
 
-def test_who_does_not_report_is_left_out_of_the_ring() -> None:
-    survey, tests, use_mpi = play(6, {2}, set())
+@pytest.mark.parametrize("lost", [set(), {"n2"}, {"n1", "n2"}])
+def test_who_does_not_report_is_left_out_of_the_ring(lost: set[str]) -> None:
+    survey, tests, use_mpi = play(6, {2}, set(), lost)
     assert survey.names == {0: "n0", 1: "n1", 3: "n3", 4: "n4", 5: "n5"}
     assert len(tests) == 5
     assert not use_mpi  # MPI's start would wait for n2 for ever

@@ -74,6 +74,12 @@ def test_silent_nodes_are_named_with_their_last_words() -> None:
     assert (one.node, one.what) == ("", "1 nodes did not report: srun: error: lost")
 
 
+def test_srun_tells_whose_task_ended() -> None:
+    said = "srun: error: n04: task 3: Killed\nsrun: error: n[07-08]: tasks 6-7: Exited with exit "
+    assert preflight_step.lost_nodes(said) == {"n04", "n07", "n08"}
+    assert preflight_step.lost_nodes("srun: error: Unable to create step") == set()
+
+
 def test_only_errors_of_a_node_leave_it_out() -> None:
     told = outcome(
         found("slow-node", Severity.ERROR, "1 GB/s", "n2"),
