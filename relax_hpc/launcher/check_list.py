@@ -83,6 +83,8 @@ _FAULTS = (
     Fault("disk-space", "too little room, or too few files left, for the checkpoints kept",
           "free some, lower train.keep_checkpoints, or choose another run.folder; quotas: "
           "`lfs quota`, `quota -s`"),
+    Fault("job-memory", "a memory limit of the job below what it may keep in /dev/shm",
+          "raise resources.mem_per_node_gb, or lower transfer.arena_mb (node_shm_mb)"),
     Fault("model-folder", "a model that is missing, damaged or not readable, here or on a node",
           "correct model.path and its permissions (`chmod -R a+rX`)", _NODE),
     Fault("inputs", "data, reward or replay folder that is missing or wrong",

@@ -66,6 +66,7 @@ class NodeSurvey:
         self._retest: dict[int, int] | None = None
         self._reached: set[int] = set()
         self._mpi_everywhere: bool | None = None
+        self._nccl: dict[tuple[int, int], bool] = {}
         self._tokens: dict[tuple[int, int, int], bytes] = {}
         self._lost: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,9 +190,14 @@ class NodeSurvey:
         nccl = PairTold()
         if asked.rank in self._place:
             peer = self._partner(asked.rank, 0)
-            if peer is not None and {peer, asked.rank} <= self._reached:
+            if peer is not None and self._do_nccl(asked.rank, peer):
                 nccl = self._told(asked.rank, peer, ROUNDS + 1)
         return FurtherTold(use_mpi=use_mpi, nccl=nccl)
+
+    def _do_nccl(self, rank: int, peer: int) -> bool:
+        """Decide once for both ends: one that is alone would wait for the other in vain."""
+        pair = min(rank, peer), max(rank, peer)
+        return self._nccl.setdefault(pair, set(pair) <= self._reached)
 
     def _all_have_mpi(self) -> bool:
         if self._mpi_everywhere is None:

@@ -298,7 +298,7 @@ def _judge(plan: PreflightPlan, survey: NodeSurvey, said: str, mpi: str) -> Outc
     findings += node_scores.judge_gpus(names, survey.gpu, plan.allow)
     findings = merged(findings, plan.num_nodes)
     findings += _silent(plan, names, said)
-    findings += _unfinished(survey, names)
+    findings += _unfinished(survey, names, with_gpus=any(group.gpus for group in plan.groups))
     scores = [score for score in node_scores.best(measured).values() if score]
     reduces = [one.allreduce_ms for one in survey.mpi.values() if one.allreduce_ms]
     return Outcome(
@@ -344,13 +344,18 @@ def _silent(plan: PreflightPlan, names: Mapping[int, str], said: str) -> Iterato
         yield found("silent-node", Severity.ERROR, f"{missing} nodes did not report: {tail}")
 
 
-def _unfinished(survey: NodeSurvey, names: Mapping[int, str]) -> Iterator[Finding]:
-    """Name the ranks that began MPI and did not tell its result."""
-    if survey.mpi_asked:
-        silent = [node for rank, node in names.items() if rank not in survey.mpi]
-        if silent:
+def _unfinished(
+    survey: NodeSurvey, names: Mapping[int, str], *, with_gpus: bool
+) -> Iterator[Finding]:
+    """Name the ranks that began the later tests and did not tell the result."""
+    for check, is_asked, told in (
+        ("mpi", survey.mpi_asked, set(survey.mpi)),
+        ("gpu", with_gpus, set(survey.gpu)),
+    ):
+        silent = [node for rank, node in names.items() if rank not in told]
+        if is_asked and silent:
             what = f"no result of {slurm.compress_hostlist(silent)} in time"
-            yield found("mpi", Severity.WARNING, what)
+            yield found(check, Severity.WARNING, what)
 
 
 def _remember(folder: Path, outcome: Outcome) -> None:

@@ -197,6 +197,18 @@ def shared_folder(facts: RunFacts) -> Iterator[Finding]:
         yield found("shared-folder", Severity.ERROR, what)
 
 
+def job_memory(facts: RunFacts) -> Iterator[Finding]:
+    """Compare the job's memory with the queue: shared memory counts as memory of the job."""
+    asked = facts.config.resources.mem_per_node_gb
+    needs = node_needs(facts.config, facts.site, facts.plan, facts.shape)
+    if asked and asked * 2**30 < needs.shm_wanted_bytes:
+        severity = Severity.WARNING
+        if asked * 2**30 < needs.shm_least_bytes:
+            severity = Severity.ERROR
+        what = f"resources.mem_per_node_gb={asked} is to hold /dev/shm too, which may take"
+        yield found("job-memory", severity, f"{what} {needs.shm_wanted_bytes / 2**30:.1f} GiB")
+
+
 def clock_skew(facts: RunFacts) -> Iterator[Finding]:
     """Compare with the file server."""
     skew = facts.folder.clock_offset_s
@@ -276,7 +288,8 @@ def fits_engines(facts: RunFacts) -> Iterator[Finding]:
 RunCheck = Callable[[RunFacts], Iterator[Finding]]
 
 RUN_CHECKS: tuple[RunCheck, ...] = (
-    run_folder, shared_folder, clock_skew, disk_space, inputs, fits_training, fits_engines,
+    run_folder, shared_folder, job_memory, clock_skew, disk_space, inputs, fits_training,
+    fits_engines,
 )  # fmt: skip
 
 

@@ -113,6 +113,8 @@ def test_nothing_is_found_in_a_good_run() -> None:
         ({"folder": folder(free_bytes=10**10)}, "disk-space", "error"),
         ({"folder": folder(free_bytes=10**11)}, "disk-space", "warning"),
         ({"folder": folder(free_files=12)}, "disk-space", "error"),
+        ({"resources__mem_per_node_gb": 1}, "job-memory", "error"),
+        ({"resources__mem_per_node_gb": 16}, "job-memory", "warning"),
         ({"model_fault": "model.path='x': no such folder"}, "model-folder", "error"),
         ({"input_faults": ("data.train='x': no such file",)}, "inputs", "error"),
         ({"train__micro_batch_tokens": 200_000}, "train-memory", "error"),
