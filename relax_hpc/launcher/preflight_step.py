@@ -35,6 +35,7 @@ from relax_hpc.launcher.node_scores import Tolerance
 from relax_hpc.launcher.node_survey import Limits, NodeSurvey
 from relax_hpc.launcher.site import Site
 from relax_hpc.launcher.slurm_steps import gpu_request
+from relax_hpc.launcher.steps import describe_end
 from relax_hpc.log import kv
 from relax_hpc.runfolder import RunFolder, open_run_folder, refuse_unwritable, write_atomic
 from relax_hpc.topology.node_report import SERVICE, Orders
@@ -242,10 +243,14 @@ def _run_step(
     if not survey.reports and not _LAST_WORDS.search(said):
         why = " | ".join(said.strip().splitlines()[-3:]) or "srun said nothing"
         raise SlurmError(
-            f"preflight: no task reported in {plan.queue_s + plan.limits.start_s:g} s: {why}; see "
-            "`squeue --me`, or give it more time with --wait"
+            f"preflight: no task reported (srun {describe_end(_shell_code(process))}): {why}; if "
+            "it waited for nodes, see `squeue --me` and give it more time with --wait"
         )
     return said
+
+
+def _shell_code(process: subprocess.Popen[bytes]) -> int:
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def lost_nodes(said: str) -> set[str]:

@@ -28,7 +28,7 @@ from relax_hpc.config import (
 )
 from relax_hpc.control.rpc import create_keys
 from relax_hpc.errors import ConfigError, RelaxError, SlurmError
-from relax_hpc.launcher import preflight
+from relax_hpc.launcher import preflight, preflight_step
 from relax_hpc.launcher.allocation import (
     Allocation,
     check_allocation,
@@ -327,8 +327,8 @@ def _preflight(session: Session, environ: Mapping[str, str]) -> None:
         return
     target = Target(config=session.config, plan=session.plan, site=session.site)
     outcome = test_nodes(target, environ)
-    for finding in outcome.findings:
-        _LOG.warning("preflight %s", finding)
+    for line in preflight_step.lines(outcome):
+        _LOG.info("preflight %s", line)
     if not outcome.is_good:
         worst = outcome.findings[0]
         more = f"; sbatch --exclude={','.join(outcome.exclude)}" if outcome.exclude else ""

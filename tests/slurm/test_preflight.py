@@ -153,3 +153,12 @@ def test_doctor_finds_a_gres_that_the_nodes_lack(slurm_cluster: Cluster, tmp_pat
     errors = {finding.check for finding in findings if finding.severity == "error"}
     assert code == 1
     assert {"gres", "gpus-per-task", "requeue", "start-estimate"} <= errors
+
+
+def test_nodes_that_do_not_exist_are_refused_at_once(
+    slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    done = relax("preflight", "--nodes", "n99", "--mpi", "none", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Invalid node name" in done.stderr
+    assert "Traceback" not in done.stderr

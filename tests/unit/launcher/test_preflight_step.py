@@ -1,5 +1,9 @@
 """The srun of a preflight, its target, and what is told of nodes that said nothing."""
 
+import dataclasses
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,8 @@ from relax_hpc.launcher import preflight_step, preflight_target, session
 from relax_hpc.launcher.allocation import Allocation, Group
 from relax_hpc.launcher.check_list import Finding, Severity, found
 from relax_hpc.launcher.node_checks import NodeNeeds
+from relax_hpc.launcher.node_scores import Tolerance
+from relax_hpc.launcher.node_survey import Limits, NodeSurvey
 from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.preflight_step import NodeGroup, Outcome, PreflightPlan
 from relax_hpc.launcher.preflight_target import Target
@@ -119,3 +125,16 @@ def test_the_command_wants_nodes(tmp_path: Path) -> None:
     done = relax("preflight", cwd=tmp_path, SLURM_CONF="", SLURM_JOB_ID="")
     assert done.returncode == 2
     assert "Slurm" in done.stderr
+
+
+def test_a_step_that_hangs_is_ended_by_the_clock(tmp_path: Path) -> None:
+    """After the first report, and before it: nobody reported in time."""
+    limits = Limits(start_s=0.1, pairs_s=0.1, total_s=0.2)
+    plan = dataclasses.replace(plan_of(NodeGroup(options=(), num_nodes=1)), limits=limits)
+    (tmp_path / "log").touch()
+    for first_s in (None, time.monotonic()):
+        survey = NodeSurvey(1, limits, Tolerance(), use_mpi=False)
+        survey.first_s = first_s
+        process = subprocess.Popen(["sleep", "1000"])
+        preflight_step._await(process, plan, survey, tmp_path / "log")
+        assert process.returncode == -signal.SIGTERM
