@@ -194,12 +194,14 @@ def parse_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
     Each task sees its own node's only, so one task per node must have told its own. The pattern
     says how many elements there are; the last takes the rest, for host names with dots. Parents
     come as one element when there are several (`s[1-2]`). Works in a container without scontrol.
+    Both empty, as where the variables are not set, is a node without topology.
 
     Raises:
         TopologyError: address and pattern do not fit, or nodes disagree about the plugin.
     """
     leaves: dict[str, list[str]] = {}
     parents: dict[str, list[str]] = {}
+    addresses = {host: told if any(told) else (host, "node") for host, told in addresses.items()}
     patterns = {pattern for _, pattern in addresses.values()}
     if len(patterns) > 1:
         raise TopologyError(
@@ -223,7 +225,8 @@ def parse_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
                 parents.setdefault(child, []).extend(above)
     if not leaves:
         return flat_fabric(addresses)
-    kind = FabricKind.BLOCK if patterns == {"block.node"} else FabricKind.TREE
+    is_block = all(pattern.startswith("block.") for pattern in patterns)
+    kind = FabricKind.BLOCK if is_block else FabricKind.TREE
     return _build(kind, leaves, parents)
 
 

@@ -19,6 +19,7 @@ import pytest
 from relax_hpc import slurm
 from relax_hpc.errors import ConfigError, SlurmError
 from relax_hpc.slurm import Fate
+from relax_hpc.topology.fabric import parse_addresses, parse_topology
 
 TOOL = Path(__file__).parents[2] / "tools" / "slurm_cluster"
 Maker = Callable[..., "object"]
@@ -103,6 +104,16 @@ def test_tree_and_gpus_reach_the_task(slurm_cluster) -> None:
         "spine1.leaf2.n03 0,1 n03",
         "spine1.leaf2.n04 0,1 n04",
     ]
+
+
+def test_all_that_tells_the_topology_tells_the_same(slurm_cluster) -> None:
+    shown = parse_topology(slurm_cluster.run("scontrol", "show", "topology"))
+    written = parse_topology((slurm_cluster.state / "topology.conf").read_text())
+    command = "echo $SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR $SLURM_TOPOLOGY_ADDR_PATTERN"
+    told = slurm_cluster.run("srun", "-N4", "-n4", "bash", "-c", command)
+    seen = parse_addresses({node: (a, p) for node, a, p in map(str.split, told.splitlines())})
+    assert shown.paths == written.paths == seen.paths
+    assert shown.paths["n03"] == ("leaf2", "spine1")
 
 
 def test_second_up_is_harmless(slurm_cluster) -> None:

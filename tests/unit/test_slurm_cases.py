@@ -32,13 +32,13 @@ from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.policy import RestartBudget
 from relax_hpc.launcher.render import render_script
 from relax_hpc.launcher.site import Site, load_site
-from relax_hpc.launcher.slurm_steps import read_exit, srun_command
+from relax_hpc.launcher.slurm_steps import SlurmBackend, read_exit, srun_command
 from relax_hpc.launcher.steps import StepLaunch
 from relax_hpc.recovery.lifecycle import RunState, RunStatus
 from relax_hpc.runfolder import RunFolder, open_run_folder
 from relax_hpc.slurm import Fate, compress_hostlist, expand_hostlist, parse_job_id, parse_state
 from relax_hpc.steps.device import visible_gpus
-from tests.launcher_samples import HEADLINE, ROOT, config_of, single_headline
+from tests.launcher_samples import HEADLINE, ROOT, config_of, single_headline, wait_for
 
 PACKAGE = ROOT / "relax_hpc"
 
@@ -572,3 +572,42 @@ def test_one_run_is_one_srun_per_step() -> None:
         train = {"ranks": 8 * nodes, "nodes": nodes, "partition": "t"}
         config = config_of(HEADLINE, resources__train=train, rollout__groups_per_step=32 * nodes)
         assert len(build_plan(config, Site(name="x")).steps) == 2 + 4
+
+
+def test_a_step_of_which_slurmctld_says_nothing_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slurmctld is down: a successor must not start beside tasks that may still live."""
+    commands_folder = tmp_path / "bin"
+    commands_folder.mkdir()
+    silent = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    for name, body in (
+        ("sbatch", "exit 0"),
+        ("squeue", f"[ -e {tmp_path}/up ] || {{ echo {silent!r} >&2; exit 1; }}"),
+        ("srun", f"while [ ! -e {tmp_path}/end ]; do sleep 0.05; done; exit 143"),
+    ):
+        (commands_folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands_folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands_folder}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setattr("relax_hpc.launcher.slurm_steps._LOOKUP_INTERVAL_S", 0.0)
+    config = config_of(HEADLINE)
+    plan = build_plan(config, Site(name="x"))
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "8"}
+    step = next(s for s in plan.steps if s.role == "train")
+    run = RunFolder(tmp_path / "run")
+    run.logs(1, "train").mkdir(parents=True)
+    launch = StepLaunch(
+        plan=step, nodes=(("n1",),), run=run, attempt=1, incarnation=1, address_prefix="",
+        extra_environment={}, program=("x",),
+    )  # fmt: skip
+    backend = SlurmBackend(plan, Site(name="x"), slurm_allocation(environ), os.environ)
+    handle = backend.start(launch)
+    assert handle.poll() is None
+    handle.terminate()  # nobody to ask: neither an error nor the end of srun
+    (tmp_path / "end").touch()
+    wait_for(lambda: handle._process.poll() is not None, "srun ends")
+    assert [handle.poll() for _ in range(3)] == [None] * 3
+    (tmp_path / "up").touch()
+    ended = handle.poll()
+    assert ended is not None and ended.exit_code == 143

@@ -14,8 +14,10 @@ from relax_hpc.config import (
     load_recipe,
 )
 from relax_hpc.errors import ConfigError
+from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.session import choose_task
-from tests.launcher_samples import SMALL, config_of
+from relax_hpc.launcher.site import Site
+from tests.launcher_samples import ROOT, SMALL, config_of
 
 ENTRIES = [
     {"train": {"lr": 1e-4}, "run": {"seed": 7}},
@@ -109,3 +111,12 @@ def test_choosing_a_task() -> None:
         choose_task(config, 3)
     with pytest.raises(ConfigError, match=r"sbatch recipes/NAME\.sh"):
         choose_task(config, None)
+
+
+def test_every_entry_of_the_recipe_fits_its_allocation() -> None:
+    config = load_recipe(ROOT / "recipes" / "sweep.toml")
+    site = Site(name="x")
+    for task in range(len(config.sweep.runs)):
+        run = config_of_task(config, task)
+        assert build_plan(run, site).components == build_plan(config, site).components
+    assert len({repr(config_of_task(config, task)) for task in range(8)}) == 8

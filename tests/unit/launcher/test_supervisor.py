@@ -8,6 +8,7 @@ import pytest
 
 from relax_hpc.control.registry import MemberInfo
 from relax_hpc.launcher.allocation import local_allocation
+from relax_hpc.launcher.deadline import Deadline
 from relax_hpc.launcher.members import Snapshot
 from relax_hpc.launcher.plan import build_plan
 from relax_hpc.launcher.policy import RestartBudget
@@ -15,7 +16,7 @@ from relax_hpc.launcher.site import Site
 from relax_hpc.launcher.slot import Slot
 from relax_hpc.launcher.steps import StepExit, StepHandle, StepLaunch
 from relax_hpc.launcher.supervisor import Supervisor, _Wakeup
-from relax_hpc.recovery.lifecycle import RunState, StepState, StepStatus
+from relax_hpc.recovery.lifecycle import RunState, RunStatus, StepState, StepStatus
 from relax_hpc.runfolder import RunFolder, open_run_folder
 from tests.launcher_samples import SMALL, config_of
 
@@ -211,3 +212,50 @@ def test_the_silent_rank_of_several_is_named(world: World) -> None:
     world.silent_since["train-0-1"] = world.now
     world.run_for(70)
     assert world.state.history[0].cause == "rank [1] gave no sign of life within 60 s"
+
+
+class Signals:
+    """What the supervisor's wake-up would have noted, one signal a tick."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._numbers = list(numbers)
+
+    def take(self) -> signal.Signals | None:
+        return self._numbers.pop(0) if self._numbers else None
+
+
+def test_signals_during_a_save_do_not_cut_it_short(world: World) -> None:
+    """USR2, then USR2 and SIGTERM (Slurm sends TERM to all at the limit): the first one counts."""
+    stubborn = world.handles["train-0"]
+    stubborn.terminate = lambda: None  # type: ignore[method-assign]  # it saves
+    kills: list[float] = []
+    stubborn.kill = lambda: kills.append(world.now)  # type: ignore[method-assign]
+    signals: Any = Signals(signal.SIGUSR2, signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM)
+    began = world.now
+    for _ in range(50):
+        world.now += 1.0
+        world.supervisor._tick(world.now, signals)
+    assert kills == []
+    outcome = world.supervisor.outcome
+    assert outcome is not None and outcome.status is RunStatus.REQUEUED
+    assert outcome.grace_s >= 60.0
+    for _ in range(30):
+        world.now += 1.0
+        world.supervisor._tick(world.now, signals)
+    assert kills and kills[0] - began >= 60.0
+
+
+def test_the_jobs_end_stops_the_run_in_time_for_a_slow_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"now": 0.0}
+    monkeypatch.setattr("relax_hpc.launcher.supervisor.time.time", lambda: clock["now"])
+    world.supervisor._deadline = Deadline(10_000.0, lambda: [500.0])
+    clock["now"] = 9_439.0
+    world.run_for(5)
+    assert world.supervisor.outcome is None
+    clock["now"] = 9_440.0
+    world.run_for(2)
+    outcome = world.supervisor.outcome
+    assert outcome is not None and outcome.status is RunStatus.REQUEUED
+    assert outcome.grace_s == 530.0 and outcome.exit_code == 75

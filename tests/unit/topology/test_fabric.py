@@ -101,6 +101,31 @@ def test_addresses_of_blocks_of_dotted_hosts_and_without_plugin() -> None:
     assert parse_addresses({"n1": ("n1", "node")}).kind is FabricKind.NONE
 
 
+def test_addresses_that_are_not_set() -> None:
+    fabric = parse_addresses({"n1": ("", ""), "n2.x.y": ("n2.x.y", "node")})
+    assert (fabric.kind, fabric.depth) == (FabricKind.NONE, 0)
+    assert fabric.distance("n1", "n2.x.y") == 2
+
+
+def test_blocks_of_blocks_by_address() -> None:
+    told = {f"n{n}": (f"B{n // 4}.b{n // 2}.n{n}", "block.block.node") for n in range(8)}
+    fabric = parse_addresses(told)
+    assert fabric.kind is FabricKind.BLOCK
+    assert [fabric.distance("n0", f"n{n}") for n in (1, 2, 4)] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "No topology information available"])
+def test_texts_of_no_topology(text: str) -> None:
+    assert parse_topology(text).kind is FabricKind.NONE
+
+
+def test_text_of_newer_slurms_is_read_as_before() -> None:
+    """24.11 adds keys and quotes, 25.05 names the topology; unknown keys and lines are left out."""
+    text = 'Topology=default Cluster=yes\nSwitchName="l1" Level=0 Nodes=n[1-2] New=x\n'
+    fabric = parse_topology(text + "SwitchName=s Level=1 Nodes=n[1-2] Switches=l1\n")
+    assert fabric.path("n2") == ("l1", "s")
+
+
 def test_several_parents_on_one_level_are_one_place() -> None:
     pattern = "switch.switch.node"
     addresses = {"n1": ("s[1-2].l1.n1", pattern), "n2": ("s2.l2.n2", pattern)}
