@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -164,12 +165,14 @@ def exchange(
 # ---------------------------------------------------------------------------------------------
 
 
-def strike(fault: str) -> None:
+def strike(fault: str, continued: Path) -> None:
     """Kill or stop this process, for good or until somebody continues it."""
     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    while not continued.exists():  # a stop may come a moment later than this line
+        time.sleep(0.05)
 
 
-def strike_in_the_middle(member: ShardSender | ShardReceiver, fault: str) -> None:
+def strike_in_the_middle(member: ShardSender | ShardReceiver, fault: str, continued: Path) -> None:
     """Let a fault come when half of each peer's bytes of the next version went through."""
     group = member._group
     is_sender = isinstance(member, ShardSender)
@@ -183,8 +186,12 @@ def strike_in_the_middle(member: ShardSender | ShardReceiver, fault: str) -> Non
         for of_peer in of_peers:
             for pending in original(of_peer[: len(of_peer) // 2]):
                 pending.wait(DEADLINE_S)
-        strike(fault)
-        return original([])  # continued: too late
+        strike(fault, continued)
+        # Continued, too late: nobody may take or give the rest.
+        late = [
+            pending for of_peer in of_peers for pending in original(of_peer[len(of_peer) // 2 :])
+        ]
+        return [late[0]] * len(messages)
 
     setattr(group, "send" if is_sender else "receive", half)
 
@@ -222,7 +229,9 @@ class Rank:
 
     def versions(self) -> Iterator[int]:
         """Whole, broken, whole after a rebuild; a replacement comes in for the third."""
-        yield from (1, 2, 3) if self.generation == 1 else (3,)
+        is_first = self.generation == 1
+        yield from (1, 2) if is_first else ()
+        yield from () if is_first and self.rank == self.victim else (3,)
 
     def trainer(self) -> None:
         parameters = Parameters(self.case, self.rank, self.config)
@@ -277,7 +286,7 @@ class Rank:
         if self.fault == "stop":
             member.deadline_s = SHORT_S
         if self.rank == self.victim:
-            strike_in_the_middle(member, self.fault)
+            strike_in_the_middle(member, self.fault, self.folder / "continued")
 
 
 def _part(tensors: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:

@@ -7,6 +7,7 @@ receiver knows what it must get.
 import collections
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,16 @@ class World:
             self.wait_for(lambda key=key: self.processes[key].poll() is not None, f"{key} hangs")
             assert self.processes[key].returncode == 0, self.logs()
 
+    def go_on(self, key: tuple[int, int]) -> None:
+        """Continue a stopped rank, whose place another one has taken: it must notice."""
+        (self.folder / "continued").touch()
+        self.processes[key].send_signal(signal.SIGCONT)
+        self.wait_for(lambda: self.processes[key].poll() is not None, f"{key} hangs")
+        said = self.said(*key)
+        errors = [text for what, text in said if what == "error"]
+        assert len(errors) == 1 and "version 2" in errors[0], said
+        assert all(value in (1, errors[0]) for _, value in said), said
+
     def logs(self) -> str:
         paths = sorted(self.folder.glob("log-*")) + sorted(self.folder.glob("said-*"))
         return "".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in paths)
@@ -122,6 +133,8 @@ def test_nobody_hangs_and_no_half_version_is_seen(tmp_path: Path, victim: int, f
         world.wait_for(is_over, "version 2 does not end")
         world.start(victim, 2)
         world.wait(*[(rank, 1) for rank in broken], (victim, 2))
+        if fault == "stop":
+            world.go_on((victim, 1))
     finally:
         world.stop()
     check(world, victim)
