@@ -39,7 +39,7 @@ def outcome(*findings: Finding) -> Outcome:
 
 def test_srun_has_a_section_per_component() -> None:
     allocation = Allocation(
-        job_id="7", run_suffix="7", is_het=True,
+        job_id="7", is_het=True,
         groups=(
             Group(job_id="7", partition="a", nodes=("n1",), cpus_per_node=4),
             Group(job_id="8", partition="b", nodes=("n2", "n3"), cpus_per_node=96),
