@@ -103,6 +103,8 @@ class Session:
     plan: Plan
     allocation: Allocation
     state: RunState
+    step_program: str = ""
+    """Of the request."""
 
 
 def read_config(request: Request) -> Config:
@@ -190,7 +192,13 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         state.former_jobs = [] if old is None else old.former_jobs
         write_state(folder, state)
     return Session(
-        folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
+        folder=folder,
+        config=config,
+        site=site,
+        plan=plan,
+        allocation=allocation,
+        state=state,
+        step_program=request.step_program,
     )
 
 
@@ -326,11 +334,11 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         newest_checkpoint=lambda: newest_checkpoint(folder),
         deadline=job_deadline(environ, state.job_id, folder),
     )
-    return finish(session, supervisor, request.step_program)
+    return finish(session, supervisor)
 
 
-def finish(session: Session, supervisor: Supervisor, step_program: str = "") -> int:
-    """Run the supervisor, write how it ended, and see to the next attempt if there is one."""
+def finish(session: Session, supervisor: Supervisor) -> int:
+    """Run the supervisor and write how it ended."""
     state = session.state
     try:
         code = supervisor.run()
@@ -352,7 +360,12 @@ def finish(session: Session, supervisor: Supervisor, step_program: str = "") -> 
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
         code = hand_over(
-            state, session.folder, session.config, session.plan, session.site, step_program
+            state,
+            session.folder,
+            session.config,
+            session.plan,
+            session.site,
+            session.step_program,
         )
     if state.verdict:
         sys.stderr.write(f"post-mortem: {state.verdict}\n")
