@@ -523,15 +523,7 @@ def _check_sweep(config: Config) -> None:
         not config.sweep.runs or not is_het,
         "sweep: Slurm has no arrays of heterogeneous jobs; set resources.layout = 'single'",
     )
-    for number, entry in enumerate(config.sweep.runs):
-        recipe_keys.refuse_unknown(entry, Config, f"sweep.runs[{number}].")
-        for key in recipe_keys.flat(entry):
-            _require(
-                key.partition(".")[0] not in ("resources", "sweep")
-                and key not in ("run.name", "run.folder"),
-                f"sweep.runs[{number}].{key}: the tasks of an array share name, folder and "
-                "allocation; write a recipe of its own for it",
-            )
+    recipe_keys.check_sweep(config.sweep.runs, Config)
 
 
 def _ranks(roles: dict[str, RoleResources]) -> str:
@@ -560,18 +552,8 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Config:
         raise ConfigError(f"recipe {path} cannot be read as TOML: {err}") from err
     for override in overrides:
         recipe_keys.apply_override(tree, override, Config)
-        _free_sweep(tree, override.partition("=")[0].strip())
+        recipe_keys.free_sweep(tree, override.partition("=")[0].strip())
     return config_from_tree(tree, where=str(path))
-
-
-def _free_sweep(tree: dict[str, Any], key: str) -> None:
-    """What the command line says holds for all tasks."""
-    sweep = tree.get("sweep")
-    if isinstance(sweep, dict) and isinstance(sweep.get("runs"), list):
-        sweep["runs"] = [
-            recipe_keys.without(entry, key) if isinstance(entry, dict) else entry
-            for entry in sweep["runs"]
-        ]
 
 
 def config_from_tree(tree: dict[str, Any], where: str) -> Config:

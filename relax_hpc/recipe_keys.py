@@ -4,6 +4,7 @@ import dataclasses
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from relax_hpc.errors import ConfigError
@@ -99,3 +100,29 @@ def without(tree: Tree, key: str) -> Tree:
     if not rest or not isinstance(tree.get(head), dict):
         return {name: value for name, value in tree.items() if name != head or rest}
     return {**tree, head: without(tree[head], rest)}
+
+
+def check_sweep(entries: Sequence[Tree], root: type) -> None:
+    """Check the keys of a sweep's entries, `sweep.runs`.
+
+    Raises:
+        ConfigError: an unknown key, or one that all tasks of an array have in common.
+    """
+    for number, entry in enumerate(entries):
+        refuse_unknown(entry, root, f"sweep.runs[{number}].")
+        for key in flat(entry):
+            is_common = key.partition(".")[0] in ("resources", "sweep")
+            if is_common or key in ("run.name", "run.folder"):
+                raise ConfigError(
+                    f"sweep.runs[{number}].{key}: the tasks of an array share name, folder and "
+                    "allocation; write a recipe of its own for it"
+                )
+
+
+def free_sweep(tree: Tree, key: str) -> None:
+    """Take a key out of all entries: what the command line says holds for all tasks."""
+    sweep = tree.get("sweep")
+    if isinstance(sweep, dict) and isinstance(sweep.get("runs"), list):
+        sweep["runs"] = [
+            without(entry, key) if isinstance(entry, dict) else entry for entry in sweep["runs"]
+        ]

@@ -104,6 +104,8 @@ class Session:
     plan: Plan
     allocation: Allocation
     state: RunState
+    step_program: str = ""
+    """Of the request."""
 
 
 def read_config(request: Request) -> Config:
@@ -191,7 +193,13 @@ def open_session(request: Request, environ: Mapping[str, str]) -> Session:
         state.former_jobs = [] if old is None else old.former_jobs
         write_state(folder, state)
     return Session(
-        folder=folder, config=config, site=site, plan=plan, allocation=allocation, state=state
+        folder=folder,
+        config=config,
+        site=site,
+        plan=plan,
+        allocation=allocation,
+        state=state,
+        step_program=request.step_program,
     )
 
 
@@ -327,19 +335,11 @@ def supervise(session: Session, request: Request, environ: Mapping[str, str]) ->
         newest_checkpoint=lambda: newest_checkpoint(folder),
         deadline=job_deadline(environ, state.job_id, folder),
     )
-    return finish(session, supervisor, environ, request.step_program)
+    return finish(session, supervisor, environ)
 
 
-def finish(
-    session: Session,
-    supervisor: Supervisor,
-    environ: Mapping[str, str],
-    step_program: str = "",
-) -> int:
-    """Run the supervisor, write how it ended, and see to the next attempt if there is one.
-
-    Before it, the nodes are tested if the recipe wants it.
-    """
+def finish(session: Session, supervisor: Supervisor, environ: Mapping[str, str]) -> int:
+    """Test the nodes if the recipe wants it, run the supervisor, and write how it ended."""
     state = session.state
     try:
         _preflight(session, environ)
@@ -362,7 +362,12 @@ def finish(
     write_state(session.folder, state)
     if status is RunStatus.REQUEUED:
         code = hand_over(
-            state, session.folder, session.config, session.plan, session.site, step_program
+            state,
+            session.folder,
+            session.config,
+            session.plan,
+            session.site,
+            session.step_program,
         )
     if state.verdict:
         sys.stderr.write(f"post-mortem: {state.verdict}\n")

@@ -25,6 +25,8 @@ class RunLine:
     """What is compared of one run."""
 
     job_id: str
+    task: int | None = None
+    """Number in the array; None for a run that is no array task."""
     run: str
     """Run folder; empty while the task waits for its first start, or when it was refused."""
     state: str
@@ -44,15 +46,9 @@ class RunLine:
     attempt: int = 0
     cause: str = ""
 
-    @property
-    def task(self) -> int | None:
-        """Number in the array; None for a run that is no array task."""
-        number = self.job_id.partition("_")[2]
-        return int(number) if number.isdigit() else None
-
     def to_dict(self) -> dict[str, Any]:
         """Render for JSON."""
-        return {"task": self.task, **dataclasses.asdict(self)}
+        return dataclasses.asdict(self)
 
 
 def read_line(folder: RunFolder, slurm_states: dict[str, str] | None = None) -> RunLine:
@@ -68,6 +64,7 @@ def read_line(folder: RunFolder, slurm_states: dict[str, str] | None = None) -> 
     records = read_metrics(folder)
     return RunLine(
         job_id=state.job_id,
+        task=_task_of((state.former_jobs or [state.job_id])[0]),
         run=str(folder.path),
         state=_status(folder, state, slurm_states or {}),
         seed=_seed(folder),
@@ -80,6 +77,11 @@ def read_line(folder: RunFolder, slurm_states: dict[str, str] | None = None) -> 
         attempt=state.attempt,
         cause=state.cause,
     )
+
+
+def _task_of(job_id: str) -> int | None:
+    number = job_id.partition("_")[2]
+    return int(number) if number.isdigit() else None
 
 
 def _status(folder: RunFolder, state: RunState, slurm_states: dict[str, str]) -> str:
@@ -144,9 +146,9 @@ def read_array(job_id: str, parent: Path = Path("runs")) -> list[RunLine]:
         if number.isdigit() and read_state(folder) is not None:
             found[int(number)] = read_line(folder, states)
     for task_id, word in states.items():
-        line = RunLine(job_id=task_id, run="", state=slurm.parse_state(word)[0].lower())
-        if line.task is not None:
-            found.setdefault(line.task, line)
+        task, name = _task_of(task_id), slurm.parse_state(word)[0].lower()
+        if task is not None and task not in found:
+            found[task] = RunLine(job_id=task_id, task=task, run="", state=name)
     chosen = wanted.array_tasks
     lines = [found[n] for n in sorted(found) if chosen is None or n in chosen]
     if not lines:

@@ -259,3 +259,16 @@ def test_the_jobs_end_stops_the_run_in_time_for_a_slow_save(
     outcome = world.supervisor.outcome
     assert outcome is not None and outcome.status is RunStatus.REQUEUED
     assert outcome.grace_s == 530.0 and outcome.exit_code == 75
+
+
+def test_a_save_that_fails_near_the_limit_does_not_stop_the_next_attempt(world: World) -> None:
+    world.handles["train-0"].terminate = (  # type: ignore[method-assign]
+        lambda: world.handles["train-0"].end(1, "disk full")
+    )
+    signals: Any = Signals(signal.SIGUSR2)
+    for _ in range(10):
+        world.now += 1.0
+        world.supervisor._tick(world.now, signals)
+    assert world.supervisor.outcome is not None
+    assert world.supervisor.outcome.status is RunStatus.REQUEUED
+    assert world.state.history[-1].role in ("train", "rollout", "dcs")

@@ -10,7 +10,7 @@ from relax_hpc import slurm
 from relax_hpc.cli import main
 from relax_hpc.errors import ConfigError, SlurmError
 from relax_hpc.metrics.metric import MetricRecord
-from relax_hpc.recovery.lifecycle import RunState, RunStatus, write_state
+from relax_hpc.recovery.lifecycle import RunState, RunStatus, read_state, write_state
 from relax_hpc.report.compare import RunLine, print_lines, read_array, read_line
 from relax_hpc.runfolder import RunFolder, open_run_folder
 
@@ -118,6 +118,16 @@ def test_the_table_and_why_runs_failed(parent: Path) -> None:
     ]
     assert lines[1].split() == ["0", "done", "10", "train.lr=0.0001", "4/4", "0.4", "2"]
     assert lines[-1] == "2: train-0 failed 4 times"
+
+
+def test_a_task_that_another_job_goes_on_with_stays_a_task(parent: Path) -> None:
+    folder = make_run(parent, 3, RunStatus.DONE)
+    state = read_state(folder)
+    assert state is not None
+    state.job_id, state.former_jobs = "99", ["42_3"]
+    write_state(folder, state)
+    (line,) = read_array("42_3")
+    assert (line.task, line.job_id) == (3, "99")
 
 
 def test_a_requeued_task_waits(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
