@@ -268,9 +268,8 @@ class TrainConfig:
     etp: int = 0
     """Tensor parallelism inside an expert; 0 = tp."""
     first_stage_layers: int = 0
-    """Layers of the first pipeline stage; 0 = as the others."""
     last_stage_layers: int = 0
-    """Layers of the last pipeline stage; 0 = as the others."""
+    """Layers of the first and last pipeline stage; 0 = as the others."""
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch; a longer sample gets one of its own."""
@@ -501,9 +500,10 @@ def _check_placement(config: Config) -> None:
     gpus = resources.gpus_per_node
     if gpus and resources.layout is Layout.SINGLE:
         need = sum(role.ranks for role in roles.values())
+        each = ", ".join(f"{name} {role.ranks}" for name, role in roles.items())
         _require(
             need <= resources.nodes * gpus,
-            f"resources: {need} ranks ({_ranks(roles)}) need as many GPUs, but "
+            f"resources: {need} ranks ({each}) need as many GPUs, but "
             f"{resources.nodes} nodes x {gpus} GPUs = {resources.nodes * gpus}",
         )
     if resources.layout is Layout.HET:
@@ -524,15 +524,6 @@ def _check_sweep(config: Config) -> None:
         "sweep: Slurm has no arrays of heterogeneous jobs; set resources.layout = 'single'",
     )
     recipe_keys.check_sweep(config.sweep.runs, Config)
-
-
-def _ranks(roles: dict[str, RoleResources]) -> str:
-    return ", ".join(f"{name} {role.ranks}" for name, role in roles.items())
-
-
-# ---------------------------------------------------------------------------------------------
-# Reading and writing
-# ---------------------------------------------------------------------------------------------
 
 
 def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Config:
