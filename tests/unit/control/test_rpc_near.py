@@ -23,6 +23,7 @@ from relax_hpc.control.rpc_message import LinkLostError
 from relax_hpc.control.rpc_near import NearLink, near_name
 from relax_hpc.errors import DeadlineError, TransferError
 from relax_hpc.runfolder import RunFolder, create_run_folder
+from tests.stopping import stop
 
 
 class Text(msgspec.Struct):
@@ -252,7 +253,7 @@ def test_a_service_that_was_stopped_answers_when_it_goes_on(folder: RunFolder) -
     client = RpcClient(folder, "echo", _identity(folder))
     with _service(folder, 1, "answer") as process:
         assert _ask(client) == "x" and _is_near(client)
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         try:
             call = client.start("echo", Text("a"), Text, timeout_s=60, why="test")
             with pytest.raises(DeadlineError):

@@ -23,6 +23,7 @@ from relax_hpc.metrics.metric import read_metrics, series
 from relax_hpc.transfer import tcp_stream
 from relax_hpc.transfer.frames import MAX_TOLD_BYTES, FrameError
 from relax_hpc.transfer.wire import DataAccess
+from tests.stopping import stop
 from tests.unit.dcs.pull_shards import make_shard, owned_boxes
 from tests.unit.dcs.weight_run import kill, wait_until
 from tests.unit.dcs.weight_shapes import CONFIGS, random_tensors
@@ -189,22 +190,12 @@ def test_an_agent_that_stays_dead_ends_the_fetch_and_the_next_one_is_whole(run, 
     check(subscriber.fetch(V0)["w"], whole)
 
 
-def is_stopped(pid):
-    """All threads are in state T: a SIGSTOP that was sent is not one that has arrived."""
-    tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in tasks)
-
-
 def test_an_agent_that_stands_still_ends_the_fetch_and_the_next_one_is_whole(run, monkeypatch):
     run.coordinator()
     agent = run.agent_process("n01")
     whole = publish(run, 0)
 
-    def stop():
-        os.kill(agent.pid, signal.SIGSTOP)
-        wait_until(lambda: is_stopped(agent.pid), "stop of all threads")
-
-    Middle(monkeypatch, stop)
+    Middle(monkeypatch, lambda: stop(agent.pid))
     subscriber = run.subscriber("n03", stall_s=2.0)
     with pytest.raises(WeightSyncError, match=NAMED):
         subscriber.fetch(V0, [LEFT])

@@ -32,6 +32,7 @@ from relax_hpc.transfer.archive import (
 from relax_hpc.transfer.archive_file import FinishedGroup, StepReader, mend
 from relax_hpc.transfer.archive_mark import is_marked_open
 from relax_hpc.transfer.archive_process import Settings, encode_batch
+from tests.stopping import stop
 
 from .archive_process import is_equal, make_samples, make_slot
 
@@ -496,7 +497,7 @@ def test_offer_never_waits_and_counts_what_it_drops(
     made.offer(make_slot(0), make_samples(0))
     assert made.flush(WAIT_S)
     child = child_of(made)
-    child.send_signal(signal.SIGSTOP)  # hangs as in a dead file system
+    stop(child.pid)  # hangs as in a dead file system
     try:
         kept = [k for k in range(1, 100) if made.offer(make_slot(k), make_samples(k))]
         assert 0 < len(kept) < 50 and made.stats().pending_bytes <= 40_000
@@ -518,7 +519,7 @@ def test_close_gives_up_a_writer_that_hangs(tmp_path: Path) -> None:
     made.offer(make_slot(0), make_samples(0))
     made.flush(WAIT_S)
     child = child_of(made)
-    child.send_signal(signal.SIGSTOP)
+    stop(child.pid)
     for k in range(1, 4):
         made.offer(make_slot(k), make_samples(k))
     made.close(timeout_s=0.3)

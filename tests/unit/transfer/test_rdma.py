@@ -23,6 +23,7 @@ from relax_hpc.transfer.owner import Owner, process_start
 from relax_hpc.transfer.rdma import Access, NixlSource
 from relax_hpc.transfer.rdma_server import NixlAccess, NixlServer
 from relax_hpc.transfer.wire import BlockRef, DataAccess
+from tests.stopping import stop
 
 MB = 1 << 20
 PATIENCE_S = 60.0
@@ -86,18 +87,6 @@ def access_of(server: NixlServer, asked: "list[str] | None" = None) -> Access:
 def helper_pid(server: NixlServer) -> int:
     assert server._helper is not None
     return server._helper.process.pid
-
-
-def stop(pid: int) -> None:
-    """Stop a process, and wait until none of its threads runs any more."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-
-    def is_stopped() -> bool:
-        stats = [(task / "stat").read_text() for task in tasks.iterdir()]
-        return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
-
-    wait_until(is_stopped, "all threads are stopped")
 
 
 def end_stop(server: NixlServer) -> None:

@@ -21,6 +21,7 @@ from relax_hpc.transfer.read_plan import ReadPlan
 from relax_hpc.transfer.tcp import DataClient
 from relax_hpc.transfer.tcp_server import DataServer
 from relax_hpc.transfer.wire import BlockRef, DataAccess
+from tests.stopping import stop
 
 from .data_server_process import KEY, ServerProcess, write_blocks
 
@@ -283,16 +284,17 @@ def test_a_server_that_stays_dead_is_a_deadline_error(folder: Path, process: Ser
 def test_a_stopped_server_is_a_deadline_error_that_names_it(
     folder: Path, process: ServerProcess, streams: int
 ) -> None:
-    refs = write_blocks(folder, "x", [16 << 20])
+    # More for each stream than the kernel's buffers of both ends hold.
+    refs = write_blocks(folder, "x", [64 << 20])
     client = DataClient(KEY, process.access, BufferPool(), streams=streams)
 
-    def stop(index: int, block: memoryview, ready: int) -> None:
-        os.kill(process.process.pid, signal.SIGSTOP)
+    def halt(index: int, block: memoryview, ready: int) -> None:
+        stop(process.process.pid)
 
     size = -(-refs[0].nbytes // 64) * 64
     expected = rf"block x\+4096 of node n1: .* \d+ of {size} bytes came from 127.0.0.1"
     with pytest.raises(DeadlineError, match=expected):
-        client.read_blocks("n1", refs, soon(1.0), stop)
+        client.read_blocks("n1", refs, soon(1.0), halt)
     # A stream whose part had arrived before the stop is used again: no handshake then.
     with pytest.raises(DeadlineError, match=r"no byte of (handshake|reply)"):
         client.read_blocks("n1", refs, soon(2.0))

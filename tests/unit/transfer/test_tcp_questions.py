@@ -1,6 +1,5 @@
 """Questions to a service: whole answers, broken and hurt wires, refusals, silence."""
 
-import os
 import random
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from relax_hpc.transfer.tcp_questions import Question, RefusedError
 from relax_hpc.transfer.tcp_server import DataServer
 from relax_hpc.transfer.tcp_stream import Cancelled
 from relax_hpc.transfer.wire import DataAccess
+from tests.stopping import stop
 from tests.wire_proxy import WireProxy
 
 from .data_server_process import KEY
@@ -180,7 +180,10 @@ def test_a_server_that_is_silent_in_the_middle(ask: Ask, number: signal.Signals)
 
         def hurt(at: int, data: bytes) -> bytes:
             if at > 2_000_000:
-                os.kill(process.pid, number)
+                if number == signal.SIGSTOP:
+                    stop(process.pid)
+                else:
+                    process.kill()
             return data
 
         ranges = [(0, 300_000)] * 100
