@@ -23,6 +23,8 @@ SUPERVISOR = "supervisor"
 OBSERVER = "observer"
 """A command on a login node: it may look at any attempt and is never refused as stale."""
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlace:
@@ -193,3 +195,30 @@ def _host_addresses() -> list[str]:
     for entries in psutil.net_if_addrs().values():
         found += [entry.address for entry in entries if entry.family == socket.AF_INET]
     return found
+
+
+def visible_gpus(places: Sequence[int], visible: str | None) -> list[str]:
+    """Return what CUDAVISIBLE_GPUS_DEVICES must say for the GPUs of this task.
+
+    A node that is shared with other jobs shows this job `4,5,6,7`, or UUIDs: places count in that
+    list. Where a site binds each task to one GPU, that one is the task's, whatever its place.
+
+    Args:
+        places: of the task's GPUs, among those that the step sees on the node.
+        visible: CUDAVISIBLE_GPUS_DEVICES as Slurm set it; None = all GPUs of the node.
+
+    Raises:
+        ConfigError: the task sees fewer GPUs than it owns.
+    """
+    seen = [name.strip() for name in visible.split(",") if name.strip()] if visible else []
+    if not seen:
+        return [str(place) for place in places]
+    if len(seen) == 1 and len(places) == 1:
+        return seen
+    if any(place >= len(seen) for place in places):
+        raise ConfigError(
+            f"{VISIBLE_GPUS}={visible} shows this task {len(seen)} GPUs and it owns number "
+            f"{', '.join(map(str, places))} of its node: tasks must see all GPUs of the step; ask "
+            "for GPUs per node and leave --gpus-per-task and --gpu-bind out of the site profile"
+        )
+    return [seen[place] for place in places]

@@ -16,6 +16,7 @@ import typing
 from pathlib import Path
 
 from relax_hpc.config import Config
+from relax_hpc.control.identity import VISIBLE_GPUS, visible_gpus
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.log import kv
 from relax_hpc.rollout import sglang_shm
@@ -87,7 +88,7 @@ def server_environment(
         "RELAX_SGLANG_KEY_FILE": str(key_file),
         "RELAX_SGLANG_PARENT": str(os.getpid()),
         "RELAX_SGLANG_WEIGHTS": str(weights),
-        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in identity.gpus),
+        VISIBLE_GPUS: ",".join(visible_gpus(identity.gpus, base.get(VISIBLE_GPUS))),
     }
     return base | own | (_cpu_environment(config) if device == "cpu" else {})
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from relax_hpc import slurm
-from relax_hpc.control.identity import Identity, task_environment
+from relax_hpc.control.identity import Identity, task_environment, visible_gpus
 from relax_hpc.control.rpc import RpcServer, create_keys
 from relax_hpc.errors import ConfigError, SlurmError
 from relax_hpc.launcher import executor, session
@@ -37,7 +37,6 @@ from relax_hpc.launcher.steps import StepLaunch
 from relax_hpc.recovery.lifecycle import RunState, RunStatus
 from relax_hpc.runfolder import RunFolder, open_run_folder
 from relax_hpc.slurm import Fate, parse_job_id, parse_state
-from relax_hpc.steps.device import visible_gpus
 from tests.launcher_samples import HEADLINE, ROOT, config_of, single_headline, wait_for
 
 PACKAGE = ROOT / "relax_hpc"

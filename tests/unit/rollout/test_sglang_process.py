@@ -75,6 +75,16 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got["RELAX_SGLANG_DEVICE"], got["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
 
 
+def test_gpus_count_among_those_that_the_step_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    identity = dataclasses.replace(identity_of(tmp_path), gpus=(1, 2))
+    config = config_of(tmp_path, tp=2)
+    got = server_environment(config, identity, tmp_path / "key", tmp_path, tmp_path)
+    assert (got["RELAX_SGLANG_DEVICE"], got["CUDA_VISIBLE_DEVICES"]) == ("cuda", "5,6")
+
+
 async def spawn(tmp_path: Path, **environment: str) -> ServerProcess:
     return await ServerProcess.spawn(
         {"a": "1", "flag": ""},
