@@ -574,8 +574,10 @@ class Arena:
     def _note_refusal(self, reason: str, nbytes: int) -> None:
         with self._changed:
             self._refusal = reason
-            empty = self._empty() if self._waiting and not self._fits(self._waiting[0]) else []
-            for extent in empty:  # too small for the put that waits, but the node has no more
+            least = max(self._waiting[0].sizes) + STAMP_BYTES if self._waiting else 0
+            # Too small for the put that waits, but the node has no more. Others would come back.
+            empty = [extent for extent in self._empty() if extent.nbytes < least]
+            for extent in empty:
                 self._drop(extent)
             if not empty:
                 self._retry_at = time.monotonic() + self._retry_s

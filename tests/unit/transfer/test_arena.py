@@ -320,6 +320,26 @@ def test_a_node_without_room_is_asked_again_but_not_in_a_loop(
     assert arena.put(_blob(10), timeout_s=60).nbytes > 0
 
 
+def test_a_put_that_the_node_cannot_hold_does_not_make_and_drop_extents(make, folder: Path) -> None:
+    """Room for two extents, blocks for three: to drop those that are there is no help."""
+
+    class SmallNode(LocalGate):
+        asked = 0
+
+        def reserve_extent(self, request: ReserveExtent, timeout_s: float) -> None:
+            self.asked += 1
+            if sum(path.stat().st_size for path in folder.iterdir()) + request.nbytes > 2 * MB:
+                raise ArenaFullError("the node has no room")
+            super().reserve_extent(request, timeout_s)
+
+    gate = SmallNode(folder)
+    arena = make(gate=gate)
+    with pytest.raises(ArenaFullError, match="refused: the node has no room"):
+        arena.put_many([_blob(900_000) for _ in range(3)], timeout_s=2.0)
+    assert gate.asked <= 5
+    assert arena.put_many([_blob(900_000) for _ in range(2)], timeout_s=20)
+
+
 def test_close_wakes_who_waits(make) -> None:
     arena = make()
     for _ in range(4):
