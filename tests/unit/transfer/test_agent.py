@@ -270,6 +270,13 @@ def test_a_killed_agent_loses_nothing(
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the test sweeps: the agent's own first sweep may come as late as it likes."""
+    monkeypatch.setattr(NodeAgent, "_sweep_loop", lambda self: None)
+
+
+@pytest.mark.usefixtures("no_sweeps")
 def test_extents_of_the_dead_go_when_nobody_references_them(
     who: Who, controller: _Controller, start_agent: StartAgent, make_arena, folder, arenas: Path
 ) -> None:
@@ -295,6 +302,7 @@ def test_extents_of_the_dead_go_when_nobody_references_them(
     client.close()
 
 
+@pytest.mark.usefixtures("no_sweeps")
 def test_spill_segments_of_the_dead_are_swept_with_their_index(
     who: Who, controller: _Controller, start_agent: StartAgent, folder: RunFolder, tmp_path: Path
 ) -> None:
