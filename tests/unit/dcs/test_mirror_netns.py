@@ -17,7 +17,8 @@ from .mirror_bed import Bed, wait_until
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-PROGRAM = Path(__file__).with_name("mirror_cluster_process.py")
+ROOT = Path(__file__).parents[3]
+PROGRAM = "tests.unit.dcs.mirror_cluster_process"
 STREAMS = 4
 
 
@@ -27,10 +28,9 @@ class FarCluster:
     def __init__(self, nodes, index, folder, mib, stack):
         name = "ab"[index]
         self.node = f"{name}01"
-        command = [sys.executable, str(PROGRAM), str(folder), name, str(mib)]
-        self._process = nodes.start(
-            index, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", PROGRAM, str(folder), name, str(mib)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = nodes.start(index, command, cwd=ROOT, text=True, **pipes)
         self.run = RunFolder(Path(self._process.stdout.readline().strip()))
         stack.callback(shutil.rmtree, self.run.shm(self.node), ignore_errors=True)
 
