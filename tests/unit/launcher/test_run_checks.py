@@ -161,10 +161,10 @@ def test_fixed_ports_are_found_where_people_set_them() -> None:
 
 
 def test_mount_types() -> None:
-    mounts = "/dev/a / ext4 rw 0 0\nfs /work lustre rw 0 0\nx /work/my\\040tmp tmpfs rw 0 0\n"
-    assert run_checks.mount_type(Path("/work/runs"), mounts) == "lustre"
-    assert run_checks.mount_type(Path("/workshop"), mounts) == "ext4"
-    assert run_checks.mount_type(Path("/work/my tmp/x"), mounts) == "tmpfs"
+    mounts = "/dev/a / ext4 rw 0 0\nfs /data lustre rw 0 0\nx /data/my\\040tmp tmpfs rw 0 0\n"
+    assert run_checks.mount_type(Path("/data/runs"), mounts) == "lustre"
+    assert run_checks.mount_type(Path("/database"), mounts) == "ext4"
+    assert run_checks.mount_type(Path("/data/my tmp/x"), mounts) == "tmpfs"
 
 
 def test_a_fault_of_most_nodes_is_no_reason_to_leave_them_out() -> None:
