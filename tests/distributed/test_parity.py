@@ -85,8 +85,8 @@ def parity_and_pieces(root: str) -> typing.Any:
     return found
 
 
-def _parity(root: Path) -> dict[str, float]:
-    """Largest logit difference to transformers, on ranks of the last stage; 0.0 elsewhere."""
+def _parity(root: Path) -> dict[str, tuple[int, float]]:
+    """Rows and largest logit difference to transformers; 0 rows but on ranks of the last stage."""
     rows = make_rows(3, groups=3, max_tokens=20)
     wanted = {model: torch.load(root / model / "logits.pt") for model in MODELS}
     worst = {}
@@ -95,7 +95,8 @@ def _parity(root: Path) -> dict[str, float]:
         for model in MODELS:
             logits = _logits(layout.backend(root / model), rows)
             differences = [(logits[i] - wanted[model][i]).abs().max().item() for i in logits]
-            worst[f"{model} tp={tp} pp={pp} sp={sp}"] = max(differences, default=0.0)
+            seen = (len(differences), max(differences, default=0.0))
+            worst[f"{model} tp={tp} pp={pp} sp={sp}"] = seen
     return worst
 
 
@@ -136,8 +137,8 @@ def results(root: Path) -> list[typing.Any]:
 
 def test_logits_equal_transformers(results: list[typing.Any]) -> None:
     for name in results[0]["parity"]:
-        differences = [result["parity"][name] for result in results]
-        assert max(differences) > 0, f"{name}: nothing was compared"
+        rows, differences = zip(*(result["parity"][name] for result in results), strict=True)
+        assert max(rows) == 12, f"{name}: only {rows} rows were compared"
         assert max(differences) < 1e-4, f"{name}: {differences}"
 
 
